@@ -1,0 +1,185 @@
+"""Flags and BIPHASE_* environment variables: the only place that reads the environment.
+
+Every flag `--max-num-seqs` has a variable `BIPHASE_MAX_NUM_SEQS`; the flag wins. Each service composes the groups it
+needs and parses once, into a frozen dataclass. Stdlib only. Names are vLLM's where vLLM has the setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from biphase.errors import ConfigError
+
+ENV_PREFIX = "BIPHASE_"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting. `parse` turns text into the value and raises ValueError with a reason."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None = None
+    # Given several times or comma-separated.
+    many: bool = False
+
+    @property
+    def dest(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.dest.upper()
+
+
+def boolean(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("expected true or false")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("must be at least 1")
+    return value
+
+
+def non_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("must not be negative")
+    return value
+
+
+def positive_seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError("must be a positive number of seconds")
+    return value
+
+
+def fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise ValueError("must be above 0 and at most 1")
+    return value
+
+
+def num_bytes(text: str) -> int:
+    """`512MiB`, `2GiB`, `1.5G` or a plain number of bytes."""
+    units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
+    scale = units.get(lowered[-1:], 1)
+    value = int(float(lowered.rstrip("kmgt")) * scale)
+    if value < 1:
+        raise ValueError("must be a positive size")
+    return value
+
+
+COMMON_FLAGS = (
+    Flag("host", str, "127.0.0.1", "address to listen on; workers stay on loopback unless told"),
+    Flag("port", non_negative, 0, "port to listen on; 0 takes a free one"),
+    Flag("node-id", str, "", "name in the registry; default: role and process id"),
+    Flag("redis-url", str, "", "redis://, rediss:// or unix:// URL of the index and registry; empty: run without one"),
+    Flag("cluster", str, "default", "keeps several biphase clusters apart in one Redis"),
+    Flag("log-format", str, "text", "text or json", choices=("text", "json")),
+    Flag("log-level", str, "info", "debug, info, warning or error", choices=("debug", "info", "warning", "error")),
+    Flag("drain-timeout", positive_seconds, 30.0, "seconds running requests get to end after SIGTERM"),
+)
+
+MODEL_FLAGS = (
+    Flag("model", str, "", "folder of safetensors, .gguf file or hub id; default: the bundled SmolLM2-135M-Instruct"),
+    Flag("served-model-name", str, (), "name(s) clients use; default: from the model", many=True),
+    Flag("max-model-len", non_negative, 0, "longest prompt plus output, in tokens; 0: what the model allows"),
+)
+
+ENGINE_FLAGS = (
+    Flag("dtype", str, "auto", "auto, bfloat16, float16 or float32", choices=("auto", "bfloat16", "float16", "float32")),
+    Flag("device", str, "auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda")),
+    Flag("block-size", positive, 16, "tokens in a KV block"),
+    Flag("num-blocks", non_negative, 0, "KV blocks; 0: from --kv-cache-bytes or --gpu-memory-utilization"),
+    Flag("kv-cache-bytes", num_bytes, None, "size of the KV cache on CPU, for example 2GiB; default: from free memory"),
+    Flag("gpu-memory-utilization", fraction, 0.9, "share of the device's memory to use (GPU)"),
+    Flag("max-num-seqs", positive, 64, "sequences in one step at most"),
+    Flag("max-num-batched-tokens", positive, 512, "tokens in one step at most; longer prompts run in chunks"),
+    Flag("enable-prefix-caching", boolean, True, "keep and reuse KV blocks of equal prefixes"),
+    Flag("num-threads", non_negative, 0, "CPU threads that compute; 0: all cores this process may use"),
+    Flag("nice", non_negative, 0, "scheduling niceness added to the compute threads (0 to 19)"),
+    Flag("native-kernels", boolean, True, "use the compiled CPU kernels; false runs plain torch"),
+    Flag("lease-seconds", positive_seconds, 10.0, "a block lease ends this long after its last renewal"),
+    Flag("max-waiting", positive, 1024, "requests waiting for a place at most; more are refused"),
+)
+
+
+def _parser(prog: str, description: str, flags: Sequence[Flag]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    for flag in flags:
+        options: dict[str, Any] = {"dest": flag.dest, "default": None, "metavar": flag.dest.upper()}
+        if flag.many:
+            options["action"] = "append"
+        shown = "" if flag.default in ("", (), None) else f" (default {flag.default})"
+        parser.add_argument(f"--{flag.name}", help=f"{flag.help}{shown} [{flag.env}]".replace("%", "%%"), **options)
+    return parser
+
+
+def _convert(flag: Flag, text: str, source: str) -> Any:
+    if flag.choices is not None and text not in flag.choices:
+        raise ConfigError(f"{source}: {text!r} is not one of {', '.join(flag.choices)}")
+    try:
+        return flag.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {text!r} is not usable: {error}") from error
+
+
+def parse_flags(
+    prog: str,
+    description: str,
+    flags: Sequence[Flag],
+    into: type[T],
+    argv: Sequence[str] | None = None,
+    environ: dict[str, str] | None = None,
+    positional: Flag | None = None,
+) -> T:
+    """Parses flags over environment over defaults into the frozen dataclass `into`.
+
+    Args:
+        flags: every field of `into` needs one, by the flag's name with underscores.
+        positional: an optional positional argument that stands for a flag of the same name (`serve MODEL`).
+
+    Raises:
+        ConfigError: a value that cannot be used, named with its source.
+    """
+    env = dict(os.environ) if environ is None else environ
+    parser = _parser(prog, description, flags)
+    if positional is not None:
+        parser.add_argument("positional", nargs="?", default=None, metavar=positional.dest.upper(), help=positional.help)
+    parsed = parser.parse_args(argv)
+    values: dict[str, Any] = {}
+    for flag in flags:
+        given = getattr(parsed, flag.dest)
+        source = f"--{flag.name}"
+        if given is None and positional is not None and flag.name == positional.name and parsed.positional is not None:
+            given = parsed.positional
+        if given is None and env.get(flag.env):
+            given, source = env[flag.env], flag.env
+        if given is None:
+            values[flag.dest] = flag.default
+        elif flag.many:
+            texts = given.split(",") if isinstance(given, str) else [part for item in given for part in item.split(",")]
+            values[flag.dest] = tuple(_convert(flag, text.strip(), source) for text in texts if text.strip())
+        else:
+            values[flag.dest] = _convert(flag, given, source)
+    names = {field.name for field in fields(into)}  # type: ignore[arg-type]
+    assert names == values.keys(), f"flags and {into.__name__} differ: {names ^ values.keys()}"
+    return into(**values)
