@@ -104,6 +104,8 @@ class Request:
     arrival_time: float = field(default_factory=time.monotonic)
     # True on a prefill worker: compute the KV of all tokens, sample one token, keep the blocks until released.
     prefill_only: bool = False
+    # Leading blocks that the asker of a prefill_only request holds already: not announced to it.
+    num_held_blocks: int = 0
     # Blocks for all tokens are reserved first and filled by reads from another node (hand-off, or a prefix that a
     # store holds); the engine computes nothing for it until it is told what arrived.
     awaits_kv: bool = False
