@@ -1,0 +1,84 @@
+"""Makes Redis clients that are safe to serve behind: bounded waits, one retry on a dead connection, no surprises.
+
+Owns the URL schemes and the names of the keys. All keys of one biphase cluster carry the same hash tag, so that they
+share a slot in a Redis Cluster and can be read and written together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, cast
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+
+from biphase.errors import ConfigError
+
+# What a call on a client may raise when the server is away, refuses or hangs. Cancellation is none of them.
+REDIS_FAILURES = (RedisError, OSError, TimeoutError)
+
+Client: TypeAlias = Redis
+
+_SCHEMES = "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+
+
+def connect(url: str, *, timeout_seconds: float = 2.0) -> Client:
+    """A client for `url`; nothing is sent before the first command.
+
+    `redis+sentinel://[user:password@]host:port[,host:port]/<service>[?db=0]` asks sentinels for the master;
+    `redis+cluster://host:port` (`rediss+cluster://` with TLS) joins a Redis Cluster.
+
+    Args:
+        timeout_seconds: longest wait for a connection or an answer. Blocking reads must ask for less than this.
+
+    Raises:
+        ConfigError: not a URL of a known scheme.
+    """
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_seconds,
+        "socket_connect_timeout": timeout_seconds,
+        # A pooled connection may have died with its server. A timeout is not retried: it would only double the wait.
+        "retry": Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
+    }
+    scheme = urlsplit(url).scheme
+    try:
+        if scheme == "redis+sentinel":
+            return _through_sentinel(url, options)
+        if scheme in ("redis+cluster", "rediss+cluster"):
+            cluster = RedisCluster.from_url(url.replace("+cluster", "", 1), socket_timeout=timeout_seconds)
+            # The commands used here exist on both, and all keys share one slot.
+            return cast(Client, cluster)
+        if scheme in ("redis", "rediss", "unix"):
+            return Redis.from_pool(ConnectionPool.from_url(url, **options))
+    except ValueError as error:
+        raise ConfigError(f"--redis-url: {error}") from error
+    raise ConfigError(f"--redis-url must start with {_SCHEMES}")
+
+
+def _through_sentinel(url: str, options: dict[str, Any]) -> Client:
+    parts = urlsplit(url)
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    username, _, password = credentials.partition(":")
+    service = parts.path.strip("/")
+    if not service:
+        raise ConfigError("--redis-url: redis+sentinel:// needs the master's name as its path")
+    addresses = []
+    for host in hosts.split(","):
+        name, _, port = host.rpartition(":")
+        addresses.append((name or port, int(port) if name else 26379))
+    sentinel: Any = Sentinel(  # type: ignore[no-untyped-call]
+        addresses, sentinel_kwargs={"socket_timeout": options["socket_timeout"]}
+    )
+    database = int(parse_qs(parts.query).get("db", ["0"])[0])
+    secrets = {"username": unquote(username) or None, "password": unquote(password) or None}
+    return cast(Client, sentinel.master_for(service, db=database, **secrets, **options))
+
+
+def key(cluster: str, *parts: str) -> str:
+    """`biphase:{cluster}:part:part`; the braces are Redis Cluster's hash tag."""
+    return ":".join((f"biphase:{{{cluster}}}", *parts))
