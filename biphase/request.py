@@ -122,8 +122,15 @@ class Request:
     num_preemptions: int = 0
     # Chain hashes of the full blocks of all tokens; extended by the cache manager as blocks fill.
     block_hashes: list[BlockHash] = field(default_factory=list)
+    # Prompt tokens that stood in no cache when the request arrived: an estimate, for queue order and load.
+    num_uncached_tokens: int = 0
+    # Leading blocks of a prefill_only request that were announced as computed; survives preemption.
+    num_announced_blocks: int = 0
+    # Collected over the prompt's chunks, handed over with the first token.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     # Monotonic seconds; None until it happened.
     first_scheduled_time: float | None = None
+    last_scheduled_time: float | None = None
     first_token_time: float | None = None
     stop_token_id: int | None = None
 
@@ -139,6 +146,15 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output together; the KV of all but the newest is needed to sample the next."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_slice(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt and output together, without building all of them."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        if stop <= num_prompt_tokens:
+            return self.prompt_token_ids[start:stop]
+        if start >= num_prompt_tokens:
+            return self.output_token_ids[start - num_prompt_tokens : stop - num_prompt_tokens]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt_tokens]
 
     @property
     def all_token_ids(self) -> list[int]:

@@ -29,6 +29,8 @@ class SchedulerOutput:
 
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[RequestId] = field(default_factory=list)
+    # Requests that ended since the last step: a runner that keeps state of them drops it.
+    finished: list[RequestId] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
