@@ -4,7 +4,8 @@ A family (one small file in `families/`) turns a checkpoint's config into a `Mod
 canonical ones below. Executors (eager torch over `biphase.ops`, the native CPU program, CUDA graphs) interpret the
 spec and know no family. Stdlib only.
 
-Canonical weight names, shapes as torch.nn.Linear has them, `[out_features, in_features]`:
+Canonical weight names, shapes as torch.nn.Linear has them, `[out_features, in_features]`; norms are float32, all
+others in the model's dtype:
     embed                       [vocab_size, hidden_size]
     final_norm                  [hidden_size]
     lm_head                     [vocab_size, hidden_size]; absent when tied
