@@ -132,6 +132,13 @@ ENGINE_FLAGS = (
     Flag("max-waiting", positive, 1024, "requests waiting for a place at most; more are refused"),
 )
 
+# The settings of the gateway that `biphase serve` takes too. The gateway has more of its own.
+API_FLAGS = (
+    Flag("api-key", str, (), "key(s) that clients must send as a bearer token; none: no key is asked for", many=True,
+         secret=True),
+    Flag("chat-template", str, "", "Jinja file that replaces the model's own chat template"),
+)  # fmt: skip
+
 
 def _parser(prog: str, description: str, flags: Sequence[Flag]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
