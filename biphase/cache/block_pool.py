@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 
 from biphase.cache.prefix_index import PrefixIndex
 from biphase.request import BlockHash
@@ -34,15 +34,20 @@ class BlockPool:
     Args:
         num_blocks: at least 1.
         enable_caching: False: nothing is ever findable; every freed block is blank.
+        generations: one count per block, where peers on the same host can see it (memory.SharedGenerations).
     """
 
-    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, enable_caching: bool = True, *, generations: MutableSequence[int] | None = None
+    ) -> None:
         assert num_blocks >= 1, "a pool without blocks"
         self.lock = threading.RLock()
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         # Counts how often each block's memory was given to new content.
-        self.generations = array("Q", bytes(8 * num_blocks))
+        self.generations: MutableSequence[int] = (
+            array("Q", bytes(8 * num_blocks)) if generations is None else generations
+        )
         self._ref_counts = [0] * num_blocks
         # A stack: what was freed last is warm in the processor's caches. Starts so that block 0 goes first.
         self._blank = list(range(num_blocks - 1, -1, -1))
