@@ -1,0 +1,180 @@
+"""`biphase serve`: the whole stack on one machine, supervised.
+
+Owns the order: settings and model first (whatever is wrong there is said before any port is opened), then the embedded
+Valkey, the children, the table. The first SIGTERM or Ctrl-C drains and ends with 0; a second one ends everything now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from biphase.errors import BiphaseError, UnavailableError
+from biphase.index.embedded import EmbeddedValkey
+from biphase.model.source import resolve_model
+from biphase.settings import Flag, parse_flags
+from biphase.telemetry.events import configure, event_logger
+from services.launcher.banner import show_ready
+from services.launcher.child import ReadyLine
+from services.launcher.machine import default_kv_cache_bytes, num_cores, require_free_port
+from services.launcher.output import ChildOutput
+from services.launcher.plan import children
+from services.launcher.settings import SERVE_FLAGS, ServeSettings
+from services.launcher.supervisor import RestartPolicy, Supervisor
+
+log = event_logger(__name__)
+
+_MODEL_FLAG = next(flag for flag in SERVE_FLAGS if flag.name == "model")
+# A child gets this long beyond --drain-timeout before it is killed.
+_DRAIN_GRACE_SECONDS = 5.0
+_VALKEY_CHECK_SECONDS = 0.5
+# Ready workers are known to the gateway this soon, or something is wrong.
+_GATEWAY_HEALTH_SECONDS = 60.0
+
+
+def parse_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ServeSettings:
+    """Raises ConfigError."""
+    positional = Flag("model", str, "", _MODEL_FLAG.help)
+    return parse_flags(
+        "biphase serve",
+        "Runs the whole stack on this machine: embedded Valkey, block store, prefill and decode workers, gateway.",
+        SERVE_FLAGS,
+        ServeSettings,
+        argv,
+        dict(environ) if environ is not None else None,
+        positional=positional,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs until told to stop. Returns the exit code: 0 drained, 1 could not start or drain, 2 unusable settings."""
+    started = time.monotonic()
+    settings = parse_settings(argv)
+    configure("launcher", log_format=settings.log_format, level=settings.log_level)
+    source = resolve_model(settings.model)
+    # Reads headers only; a truncated or missing file shows here.
+    source.config()
+    source.tensors()
+    require_free_port(settings.host, settings.port)
+    return asyncio.run(_Serve(settings, started).run())
+
+
+class _Serve:
+    """One run of the stack."""
+
+    def __init__(self, settings: ServeSettings, started: float) -> None:
+        self._settings = settings
+        self._started = started
+        self._valkey = None if settings.redis_url else EmbeddedValkey()
+        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        try:
+            if self._valkey is not None:
+                # In this thread on purpose: the server ends with the thread that started it.
+                self._valkey.start()
+            supervisor = self._supervisor()
+            return await self._supervise(supervisor)
+        finally:
+            if self._valkey is not None:
+                self._valkey.stop()
+
+    def _supervisor(self) -> Supervisor:
+        settings = self._settings
+        specs = children(
+            settings,
+            redis_url=settings.redis_url or (self._valkey.url if self._valkey is not None else ""),
+            kv_cache_bytes=default_kv_cache_bytes(),
+            num_threads=settings.num_threads or num_cores(),
+            environ=os.environ,
+        )
+        return Supervisor(specs, ChildOutput(settings.log_format), RestartPolicy())
+
+    async def _supervise(self, supervisor: Supervisor) -> int:
+        first_signal = asyncio.create_task(self._signals.get())
+        start = asyncio.create_task(self._start(supervisor))
+        watch = asyncio.create_task(self._watch_valkey())
+        try:
+            await asyncio.wait({first_signal, start}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                # Raises what prevented the start.
+                start.result()
+            number = await first_signal
+        except BiphaseError:
+            await self._stop(supervisor)
+            raise
+        finally:
+            start.cancel()
+            watch.cancel()
+        log.info("draining", signal=number.name, timeout_seconds=self._settings.drain_timeout)
+        return await self._stop(supervisor)
+
+    async def _start(self, supervisor: Supervisor) -> None:
+        lines = await supervisor.start()
+        gateway = lines["gateway-0"]
+        await _wait_until_healthy(str(gateway["address"]))
+        self._announce(lines)
+
+    def _announce(self, lines: Mapping[str, ReadyLine]) -> None:
+        seconds = time.monotonic() - self._started
+        log.info("ready", seconds=seconds, address=lines["gateway-0"]["address"])
+        show_ready(lines, self._settings, seconds, valkey=self._valkey, stream=sys.stdout)
+        if self._settings.ready_fd is not None:
+            line = {"role": "launcher", "pid": os.getpid(), "address": lines["gateway-0"]["address"]}
+            with os.fdopen(self._settings.ready_fd, "w") as ready:
+                ready.write(json.dumps(line) + "\n")
+
+    async def _stop(self, supervisor: Supervisor) -> int:
+        stop = asyncio.create_task(supervisor.stop(self._settings.drain_timeout + _DRAIN_GRACE_SECONDS))
+        second_signal = asyncio.create_task(self._signals.get())
+        await asyncio.wait({stop, second_signal}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            second_signal.cancel()
+            clean = stop.result()
+            log.info("stopped", clean=clean)
+            return 0 if clean else 1
+        log.warning("killing", signal=second_signal.result().name)
+        stop.cancel()
+        await supervisor.kill()
+        return 128 + second_signal.result()
+
+    async def _watch_valkey(self) -> None:
+        """Restarts the embedded server when it dies. It comes back empty; nodes register again by themselves."""
+        while self._valkey is not None:
+            await asyncio.sleep(_VALKEY_CHECK_SECONDS)
+            if not self._valkey.running:
+                log.warning("child_restarting", child="valkey")
+                with suppress(UnavailableError):
+                    self._valkey.restart()
+
+
+async def _wait_until_healthy(address: str) -> None:
+    """Waits until the gateway at host:port says that it can serve.
+
+    Raises:
+        UnavailableError: it does not, in time.
+    """
+    deadline = time.monotonic() + _GATEWAY_HEALTH_SECONDS
+    while time.monotonic() < deadline:
+        if await asyncio.to_thread(_is_healthy, address):
+            return
+        await asyncio.sleep(0.1)
+    raise UnavailableError(f"the gateway at {address} sees no ready workers after {_GATEWAY_HEALTH_SECONDS:g} seconds")
+
+
+def _is_healthy(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False

@@ -1,0 +1,143 @@
+"""`biphase status`: what a running gateway knows of its nodes and its last requests, as a table or as its JSON.
+
+Reads GET /status over HTTP and shows it; computes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from biphase.errors import UnauthorizedError, UnavailableError
+from biphase.settings import API_FLAGS, Flag, parse_flags
+
+_TIMEOUT_SECONDS = 10.0
+_MAX_REQUESTS_SHOWN = 10
+_PLAIN_WIDTH = 220
+
+STATUS_FLAGS = (
+    Flag("url", str, "http://127.0.0.1:8000", "address of the gateway"),
+    *(flag for flag in API_FLAGS if flag.name == "api-key"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StatusSettings:
+    """One field per flag in STATUS_FLAGS."""
+
+    url: str
+    api_key: tuple[str, ...]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 shown, 1 nobody answers.
+
+    Raises:
+        BiphaseError: what went wrong, in one sentence.
+    """
+    arguments = list(argv)
+    as_json = "--json" in arguments
+    if as_json:
+        arguments.remove("--json")
+    settings = parse_flags(
+        "biphase status", "Shows the nodes behind a gateway. With --json: the gateway's own JSON.", STATUS_FLAGS,
+        StatusSettings, arguments,
+    )  # fmt: skip
+    status = fetch(settings.url, settings.api_key[0] if settings.api_key else "")
+    if as_json:
+        print(json.dumps(status, indent=2))
+    else:
+        show(status, sys.stdout)
+    return 0
+
+
+def fetch(url: str, api_key: str = "") -> dict[str, Any]:
+    """The gateway's /status.
+
+    Raises:
+        UnavailableError: nobody answers there, or something that is no biphase gateway.
+        UnauthorizedError: the gateway wants a key.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        request = urllib.request.Request(f"{url.rstrip('/')}/status", headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+            status = json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code == 401:
+                raise UnauthorizedError(f"{url} wants an API key: set BIPHASE_API_KEY") from error
+            raise UnavailableError(f"{url} answered /status with HTTP {error.code}") from error
+    except OSError as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise UnavailableError(f"no gateway answers at {url} ({reason})") from error
+    except ValueError as error:
+        raise UnavailableError(f"{url} is no biphase gateway: {error}") from error
+    if not isinstance(status, dict) or not isinstance(status.get("nodes"), list):
+        raise UnavailableError(f"{url} is no biphase gateway: its /status has no nodes")
+    return status
+
+
+def show(status: Mapping[str, Any], stream: TextIO) -> None:
+    """Prints nodes and the last requests."""
+    console = Console(file=stream, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=stream, highlight=False, width=_PLAIN_WIDTH, no_color=True)
+    style = box.SIMPLE_HEAD if console.is_terminal else None
+    console.print(_nodes_table(status["nodes"], style))
+    requests = status.get("requests") or []
+    if requests:
+        console.print()
+        console.print(_requests_table(requests[-_MAX_REQUESTS_SHOWN:], style))
+
+
+def _nodes_table(nodes: Sequence[Mapping[str, Any]], style: box.Box | None) -> Table:
+    table = Table(box=style, pad_edge=False)
+    for heading in ("node", "role", "state", "pid", "address", "blocks used", "leased", "running", "waiting"):
+        table.add_column(heading, overflow="fold")
+    for node in sorted(nodes, key=lambda node: str(node.get("node_id", ""))):
+        blocks = node.get("blocks") or {}
+        used = f"{blocks.get('used', 0):,} / {blocks['total']:,}" if blocks.get("total") else ""
+        cells = ("node_id", "role", "state", "pid", "address")
+        table.add_row(
+            *(_text(node.get(cell)) for cell in cells),
+            used,
+            _text(blocks.get("leased")),
+            _text(node.get("running")),
+            _text(node.get("waiting")),
+        )
+    return table
+
+
+def _requests_table(requests: Sequence[Mapping[str, Any]], style: box.Box | None) -> Table:
+    table = Table(box=style, pad_edge=False)
+    columns = {
+        "request": "request_id",
+        "prefilled": "prefill_mode",
+        "on": "prefill_node_id",
+        "decoded on": "decode_node_id",
+        "via": "transport",
+        "cached": "num_cached_tokens",
+        "transferred": "num_transferred_tokens",
+        "external": "num_external_tokens",
+        "computed": "num_computed_tokens",
+        "why": "reason",
+    }
+    for heading, name in columns.items():
+        table.add_column(heading, overflow="fold", justify="right" if name.startswith("num_") else "left")
+    for request in requests:
+        table.add_row(*(_text(request.get(name)) for name in columns.values()))
+    return table
+
+
+def _text(value: object) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) and value >= 1_000_000 else str(value)
