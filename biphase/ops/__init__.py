@@ -1,0 +1,1 @@
+"""The only importer of `kernels`: what executors call. `eager` is plain torch, `cpu_program` the compiled CPU step."""

@@ -1,0 +1,168 @@
+"""The ops that eager execution runs on: the plain torch definitions, with attention planned once for all layers.
+
+Owns making the fallback bearable: decodes are batched, prefill chunks go through torch's fused attention. What an op
+means is said in `kernels.reference`; results agree with it up to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.reference import (
+    GATED_ACTIVATIONS,
+    attention_mask,
+    embedding,
+    fused_add_rms_norm,
+    gather_kv,
+    linear,
+    moe,
+    rms_norm,
+    rotary,
+    rotary_table,
+    softcap,
+    store_kv,
+)
+
+__all__ = [
+    "GATED_ACTIVATIONS",
+    "PagedAttention",
+    "embedding",
+    "fused_add_rms_norm",
+    "linear",
+    "moe",
+    "rms_norm",
+    "rotary",
+    "rotary_table",
+    "softcap",
+    "store_kv",
+]
+
+# Keys gathered for a group of decodes at most, padding included: bounds the scratch memory.
+_GROUP_TOKENS = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Sequences with one query token each and of similar length, padded to the longest."""
+
+    rows: Tensor  # int64 [num_seqs], rows of q
+    block_ids: Tensor  # int64 [num_seqs, num_blocks]; where a sequence is shorter, any valid block
+    seq_lens: Tensor  # int64 [num_seqs, 1]
+    key_at: Tensor  # int64 [1, num_blocks * block_size]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One sequence with several query tokens."""
+
+    start: int
+    end: int
+    seq_len: int
+    block_ids: Tensor
+
+
+class PagedAttention:
+    """Attention over one batch: built once a step, called once a layer. Arguments as `reference.paged_attention`."""
+
+    def __init__(
+        self, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor, block_size: int, device: torch.device
+    ) -> None:
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._device = device
+        starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+        self._chunks = [
+            _Chunk(start, end, length, block_tables[i, : -(-length // block_size)])
+            for i, (start, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False))
+            if end - start > 1
+        ]
+        decodes = [i for i in range(len(lengths)) if starts[i + 1] - starts[i] == 1]
+        self._groups = [
+            self._group(members, starts, lengths, block_tables, block_size) for members in _by_length(decodes, lengths)
+        ]
+
+    def _group(
+        self, members: list[int], starts: list[int], lengths: list[int], block_tables: Tensor, block_size: int
+    ) -> _DecodeGroup:
+        num_blocks = -(-max(lengths[i] for i in members) // block_size)
+        table = block_tables[members, :num_blocks].long()
+        own_blocks = torch.tensor([-(-lengths[i] // block_size) for i in members], device=table.device)
+        padding = torch.arange(num_blocks, device=table.device) >= own_blocks.unsqueeze(1)
+        return _DecodeGroup(
+            torch.tensor([starts[i] for i in members], device=self._device),
+            torch.where(padding, table[:, :1], table),
+            torch.tensor([lengths[i] for i in members], device=self._device).unsqueeze(1),
+            torch.arange(num_blocks * block_size, device=self._device).unsqueeze(0),
+        )
+
+    def __call__(
+        self, q: Tensor, kv_cache: Tensor, layer: int, scale: float, window: int | None = None, cap: float = 0.0
+    ) -> Tensor:
+        """[num_tokens, num_heads, head_dim] in q's dtype."""
+        out = torch.empty_like(q)
+        for group in self._groups:
+            out[group.rows] = _decode(q[group.rows], kv_cache, layer, group, scale, window, cap)
+        for chunk in self._chunks:
+            part = slice(chunk.start, chunk.end)
+            out[part] = self._prefill(q[part], kv_cache, layer, chunk, scale, window, cap)
+        return out
+
+    def _prefill(
+        self, q: Tensor, kv_cache: Tensor, layer: int, chunk: _Chunk, scale: float, window: int | None, cap: float
+    ) -> Tensor:
+        k, v = gather_kv(kv_cache, layer, chunk.block_ids, chunk.seq_len)
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        key = (q.shape[0], chunk.seq_len, window)
+        mask = self._masks.get(key)
+        if mask is None:
+            mask = self._masks[key] = attention_mask(*key).to(self._device)
+        if cap == 0.0:
+            heads = F.scaled_dot_product_attention(
+                q.transpose(0, 1).unsqueeze(0),
+                k.unsqueeze(0),
+                v.unsqueeze(0),
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=True,
+            )
+            return heads[0].transpose(0, 1)
+        num_kv_heads, group = k.shape[0], q.shape[1] // k.shape[0]
+        grouped = q.view(q.shape[0], num_kv_heads, group, -1).permute(1, 2, 0, 3)  # [kv_heads, group, queries, dim]
+        scores = softcap(torch.einsum("hgqd,hkd->hgqk", grouped, k).float() * scale, cap)
+        weights = scores.masked_fill_(~mask, float("-inf")).softmax(-1).to(q.dtype)
+        return torch.einsum("hgqk,hkd->qhgd", weights, v).reshape(q.shape)
+
+
+def _by_length(members: list[int], lengths: list[int]) -> list[list[int]]:
+    """Splits sequences into groups of similar length whose padded size is bounded."""
+    groups: list[list[int]] = []
+    for i in sorted(members, key=lambda i: -lengths[i]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and 2 * lengths[i] >= longest and longest * (len(groups[-1]) + 1) <= _GROUP_TOKENS:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _decode(
+    q: Tensor, kv_cache: Tensor, layer: int, group: _DecodeGroup, scale: float, window: int | None, cap: float
+) -> Tensor:
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = kv_cache.shape[3]
+    hidden = group.key_at >= group.seq_lens  # [num_seqs, num_keys]
+    if window is not None:
+        hidden = hidden | (group.key_at < group.seq_lens - window)
+    # [num_seqs, blocks, 2, kv_heads, block_size, dim] -> 2 x [num_seqs, kv_heads, keys, dim]
+    both = (
+        kv_cache[:, layer][group.block_ids].permute(2, 0, 3, 1, 4, 5).reshape(2, num_seqs, num_kv_heads, -1, head_dim)
+    )
+    # Unused slots may hold NaN, and 0 * NaN is NaN: they are cleared, not only masked.
+    both = both.masked_fill_(hidden.view(1, num_seqs, 1, -1, 1), 0).to(q.dtype)
+    grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = softcap((grouped @ both[0].transpose(2, 3)).float() * scale, cap)
+    weights = scores.masked_fill_(hidden.view(num_seqs, 1, 1, -1), float("-inf")).softmax(-1).to(q.dtype)
+    return (weights @ both[1]).view(num_seqs, num_heads, head_dim)

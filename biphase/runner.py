@@ -1,0 +1,254 @@
+"""Runs one engine step: SchedulerOutput in, sampled tokens out.
+
+Owns the input tensors, which persist and take only what changed, and the choice of executor. Each running request has
+a row: its tokens, its block table, what the sampler keeps of it. Rows are dropped when the scheduler says that their
+request finished or was preempted. Knows no model family and no policy; runs in the engine's thread only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from biphase.model.eager import EagerForward
+from biphase.model.forward import Forward, ForwardBatch
+from biphase.model.loader import LoadedModel
+from biphase.request import Request, RequestId, TokenLogprobs
+from biphase.sampler import SamplingRow, sample, token_logprobs
+from biphase.scheduler.output import RunnerOutput, SchedulerOutput
+from biphase.telemetry.events import event_logger
+
+log = event_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """One request's place in the persistent tensors. `num_tokens` and `num_blocks` are how much is filled in."""
+
+    index: int
+    request: Request
+    sampling: SamplingRow
+    num_tokens: int = 0
+    num_outputs: int = 0
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Tokens [start, end) of a row, run in this step."""
+
+    row: _Row
+    start: int
+    end: int
+
+
+class ModelRunner:
+    """Executes steps of one model on one KV cache."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        kv_cache: Tensor,
+        *,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_threads: int = 0,
+        native: bool = True,
+        nice: int = 0,
+    ) -> None:
+        """
+        Args:
+            kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+            num_threads: compute threads; 0 takes all cores that this process may use.
+            native: use the compiled CPU program where it is built and supports the model, else plain torch.
+            nice: added to the niceness of the native program's threads.
+        """
+        self._spec = model.spec
+        self._device = kv_cache.device
+        self._block_size = block_size
+        # Logits rows of one pass: bounds the logits' memory, also for prompt_logprobs.
+        self._max_logits = max_num_seqs
+        num_threads = num_threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(num_threads)
+        self._forward, self.executor = _executor(
+            model,
+            kv_cache,
+            native=native,
+            options={
+                "block_size": block_size,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "max_num_seqs": max_num_seqs,
+                "max_model_len": max_model_len,
+                "dtype": model.dtype,
+                "num_threads": num_threads,
+                "nice": nice,
+            },
+            max_model_len=max_model_len,
+        )
+        max_blocks = -(-(max_model_len + 1) // block_size)
+        self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._rows: dict[RequestId, _Row] = {}
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._token_ids = np.empty(max_num_batched_tokens, dtype=np.int32)
+        self._positions = np.empty(max_num_batched_tokens, dtype=np.int32)
+        self._slots = np.empty(max_num_batched_tokens, dtype=np.int64)
+        self._starts = np.zeros(max_num_seqs + 1, dtype=np.int32)
+        self._seq_lens = np.empty(max_num_seqs, dtype=np.int32)
+        self._batch_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._arange = np.arange(max_num_batched_tokens, dtype=np.int32)
+
+    def execute(self, step: SchedulerOutput) -> RunnerOutput:
+        """Runs the scheduled tokens, fills their KV, and samples for each request with `samples`."""
+        for request_id in (*step.finished, *step.preempted):
+            self._drop(request_id)
+        out = RunnerOutput()
+        spans: list[_Span] = []
+        sampling: list[_Row] = []
+        wanted: list[int] = []
+        num_tokens = 0
+        for scheduled in step.scheduled:
+            row = self._row_of(scheduled.request, step)
+            self._sync(row, scheduled.block_ids)
+            span = _Span(
+                row, scheduled.num_computed_tokens, scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+            )
+            last_logits: Tensor | None = None
+            if row.request.sampling.prompt_logprobs is not None and span.start < row.request.num_prompt_tokens:
+                last_logits = self._run_with_prompt_logprobs(span, out)
+                if scheduled.samples:
+                    self._sample(last_logits, [row], out)
+                continue
+            spans.append(span)
+            num_tokens += span.end - span.start
+            if scheduled.samples:
+                sampling.append(row)
+                wanted.append(num_tokens - 1)
+        if spans:
+            logits = self._run(spans, np.array(wanted, dtype=np.int32))
+            if sampling:
+                self._sample(logits, sampling, out)
+        return out
+
+    def _sample(self, logits: Tensor, rows: Sequence[_Row], out: RunnerOutput) -> None:
+        tokens = sample(logits, [row.sampling for row in rows], [row.num_tokens for row in rows])
+        for row, token in zip(rows, tokens, strict=True):
+            out.sampled[row.request.request_id] = token
+
+    def _run(self, spans: Sequence[_Span], wanted: npt.NDArray[np.int32]) -> Tensor:
+        """One forward pass; logits float32 [len(wanted), vocab_size] of the batch rows `wanted`."""
+        num_seqs = len(spans)
+        rows = np.array([span.row.index for span in spans], dtype=np.int32)
+        begins = np.array([span.start for span in spans], dtype=np.int32)
+        seq_lens, starts = self._seq_lens[:num_seqs], self._starts[: num_seqs + 1]
+        seq_lens[:] = [span.end for span in spans]
+        lengths = seq_lens - begins
+        np.cumsum(lengths, out=starts[1:])
+        total = int(starts[-1])
+        positions, token_ids, slots = self._positions[:total], self._token_ids[:total], self._slots[:total]
+        row_of_token = rows
+        if total == num_seqs:
+            positions[:] = begins
+        else:
+            np.add(self._arange[:total], np.repeat(begins - starts[:-1], lengths), out=positions)
+            row_of_token = np.repeat(rows, lengths)
+        token_ids[:] = self._tokens[row_of_token, positions]
+        blocks = self._tables[row_of_token, positions // self._block_size]
+        np.multiply(blocks, self._block_size, out=slots, casting="unsafe")
+        slots += positions % self._block_size
+        tables = self._batch_tables[:num_seqs]
+        np.take(self._tables, rows, axis=0, out=tables, mode="clip")
+        return self._forward(
+            ForwardBatch(
+                token_ids=self._tensor(token_ids),
+                positions=self._tensor(positions),
+                slot_mapping=self._tensor(slots),
+                query_start_loc=self._tensor(starts),
+                seq_lens=self._tensor(seq_lens),
+                block_tables=self._tensor(tables),
+                logits_indices=self._tensor(wanted),
+            )
+        )
+
+    def _run_with_prompt_logprobs(self, span: _Span, out: RunnerOutput) -> Tensor:
+        """Runs a chunk in pieces small enough for the logits of all their rows; returns those of the last row."""
+        row = span.row
+        params, num_prompt = row.request.sampling, row.request.num_prompt_tokens
+        found: list[TokenLogprobs] = out.prompt_logprobs.setdefault(row.request.request_id, [])
+        logits = torch.empty(0)
+        for start in range(span.start, span.end, self._max_logits):
+            end = min(start + self._max_logits, span.end)
+            logits = self._run([_Span(row, start, end)], self._arange[: end - start])
+            # Row i predicts token start + i + 1.
+            count = min(end, num_prompt - 1) - start
+            if count > 0:
+                targets = torch.from_numpy(self._tokens[row.index, start + 1 : start + 1 + count]).long()
+                tops = [params.prompt_logprobs or 0] * count
+                found.extend(token_logprobs(logits[:count], targets.to(logits.device), tops))
+        return logits[-1:]
+
+    def _tensor(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+    def _row_of(self, request: Request, step: SchedulerOutput) -> _Row:
+        row = self._rows.get(request.request_id)
+        if row is not None and row.request is request:
+            return row
+        self._drop(request.request_id)
+        if not self._free:
+            # Only requests in this step need a row; what another one had is built again when it comes back.
+            here = {scheduled.request.request_id for scheduled in step.scheduled}
+            self._drop(next(request_id for request_id in self._rows if request_id not in here))
+        sampling = SamplingRow(request.sampling, request.prompt_token_ids, self._spec.vocab_size)
+        row = self._rows[request.request_id] = _Row(self._free.pop(), request, sampling)
+        return row
+
+    def _drop(self, request_id: RequestId) -> None:
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free.append(row.index)
+
+    def _sync(self, row: _Row, block_ids: Sequence[int]) -> None:
+        """Takes over the tokens and blocks that were added since the last step; both only grow."""
+        request = row.request
+        num_tokens = request.num_tokens
+        if row.num_tokens < num_tokens:
+            new = request.token_slice(row.num_tokens, num_tokens)
+            self._tokens[row.index, row.num_tokens : num_tokens] = new
+            row.num_tokens = num_tokens
+            outputs = request.output_token_ids
+            while row.num_outputs < len(outputs):
+                row.sampling.add_output(outputs[row.num_outputs])
+                row.num_outputs += 1
+        num_blocks = len(block_ids)
+        if row.num_blocks != num_blocks:
+            self._tables[row.index, row.num_blocks : num_blocks] = block_ids[row.num_blocks :]
+            row.num_blocks = num_blocks
+
+
+def _executor(
+    model: LoadedModel, kv_cache: Tensor, *, native: bool, options: dict[str, object], max_model_len: int
+) -> tuple[Forward, str]:
+    """The executor and its name, "native" or "eager"."""
+    if native and kv_cache.device.type == "cpu":
+        try:
+            program = importlib.import_module("biphase.ops.cpu_program").CpuProgram
+            return cast(Forward, program(model.spec, model.weights, kv_cache, **options)), "native"
+        except (ImportError, OSError, NotImplementedError) as error:
+            log.warning(
+                "native_kernels_unavailable",
+                reason=str(error) or type(error).__name__,
+                consequence="this worker runs plain torch and is several times slower",
+            )
+    return EagerForward(model.spec, model.weights, kv_cache, max_model_len=max_model_len), "eager"
