@@ -26,6 +26,7 @@ class ErrorCode(StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     MODEL_LOAD = "model_load"
     CONFIG = "config"
+    UNSUPPORTED = "unsupported"
     INTERNAL = "internal"
 
 
@@ -45,6 +46,7 @@ _STATUS: dict[ErrorCode, tuple[str, int]] = {
     ErrorCode.TRANSFER_FAILED: ("UNAVAILABLE", 503),
     ErrorCode.MODEL_LOAD: ("FAILED_PRECONDITION", 503),
     ErrorCode.CONFIG: ("FAILED_PRECONDITION", 500),
+    ErrorCode.UNSUPPORTED: ("UNIMPLEMENTED", 501),
     ErrorCode.INTERNAL: ("INTERNAL", 500),
 }
 
@@ -152,6 +154,16 @@ class ConfigError(BiphaseError):
     """A setting, or two together, make no sense. Raised before any port is opened."""
 
     code = ErrorCode.CONFIG
+
+
+class UnsupportedError(BiphaseError):
+    """The request is well formed but asks for what this version cannot do. Never silently left out."""
+
+    code = ErrorCode.UNSUPPORTED
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class InternalError(BiphaseError):

@@ -27,6 +27,7 @@ from biphase.errors import (
     TransferFailedError,
     UnauthorizedError,
     UnavailableError,
+    UnsupportedError,
 )
 from biphase.telemetry.events import event_logger
 
@@ -52,6 +53,7 @@ _CLASSES: dict[ErrorCode, type[BiphaseError]] = {
         TransferFailedError,
         ModelLoadError,
         ConfigError,
+        UnsupportedError,
         InternalError,
     )
 }
