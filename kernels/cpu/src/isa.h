@@ -1,0 +1,23 @@
+// Ends a translation unit of one instruction set: the tables of its kernels. Include after defining BP_NS.
+#pragma once
+
+#include "attention.h"
+#include "gemm.h"
+#include "rows.h"
+
+namespace BP_NS {
+namespace {
+
+template <class T>
+constexpr biphase::Kernels kKernels = {
+    embed<T>, norm<T>, norm_add, gemm<T>, rope_store<T>, attention<T>, kGroups * kLanes, AttentionScratch<T>::bytes,
+};
+
+inline const biphase::Kernels* kernels_of(int32_t dtype) {
+    if (dtype == BP_F32) return &kKernels<float>;
+    if (dtype == BP_BF16) return &kKernels<bf16>;
+    return nullptr;
+}
+
+}  // namespace
+}  // namespace BP_NS
