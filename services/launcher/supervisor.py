@@ -11,6 +11,7 @@ ends the start. Later the same child is tried for ever, ever slower: what else r
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ from services.launcher.child import REFUSED, Child, ChildSpec, Exit, ReadyLine
 from services.launcher.output import ChildOutput
 
 log = event_logger(__name__)
+
+_PROGRAM = re.compile(r"^biphase \w+: (error: )?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,8 @@ class Supervisor:
 
 
 def _start_error(name: str, outcome: Exit, failures: int) -> BiphaseError:
-    words = outcome.last_words[-1] if outcome.last_words else ""
+    # Services begin with their own name ("biphase decode: "), and whoever prints this says "biphase" again.
+    words = _PROGRAM.sub("", outcome.last_words[-1]) if outcome.last_words else ""
     if outcome.status == REFUSED and words:
         return ConfigError(words)
     detail = f": {words}" if words else ""

@@ -28,7 +28,7 @@ ready()
 while True: signal.pause()
 """
 IGNORES_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready()\nwhile True: time.sleep(1)"
-REFUSES = "say('The model is in pieces.'); sys.exit(2)"
+REFUSES = "say('biphase decode: The model is in pieces.'); sys.exit(2)"
 CRASHES = "say('Traceback: something broke'); sys.exit(1)"
 # Crashes the first time, then serves.
 RECOVERS = """

@@ -1,0 +1,88 @@
+"""Generates docs/configuration.md from the flag tables in the code, or with --check says that it is out of date."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from biphase.settings import API_FLAGS, COMMON_FLAGS, ENGINE_FLAGS, MODEL_FLAGS, Flag
+from biphase.worker.settings import WORKER_FLAGS
+from services.gateway.settings import GATEWAY_FLAGS
+from services.kvstore.settings import KVSTORE_FLAGS
+from services.launcher.plan import flag_text
+from services.launcher.settings import SERVE_FLAGS
+from services.launcher.status import STATUS_FLAGS
+
+TARGET = Path(__file__).parent / "configuration.md"
+
+INTRODUCTION = """\
+# Configuration
+
+Generated from the code by `make docs`; do not edit.
+
+Every setting is a flag and an environment variable; the flag wins. Where vLLM has the setting, it has vLLM's name.
+Sizes take units (`2GiB`), lists take commas or the flag several times. A value that cannot be used is refused with one
+sentence and exit code 2, before any port is opened. Secrets are best given as variables: arguments can be read by
+every user of a machine.
+
+`biphase serve` takes the common, model and engine settings and hands them on to the services it starts; what else a
+service knows goes through `--prefill-args`, `--decode-args`, `--kvstore-args` and `--gateway-args`.
+"""
+
+GROUPS: Sequence[tuple[str, str, Sequence[Flag]]] = (
+    ("Common", "Of every service, and of `serve`.", COMMON_FLAGS),
+    ("Model", "Of `serve`, `gateway`, `prefill` and `decode`.", MODEL_FLAGS),
+    ("Engine", "Of `serve`, `prefill` and `decode`.", ENGINE_FLAGS),
+    ("API", "Of `serve` and `gateway`.", API_FLAGS),
+)
+SERVICES: Sequence[tuple[str, str, Sequence[Flag]]] = (
+    ("serve", "`biphase serve [MODEL]`: the whole stack on one machine.", SERVE_FLAGS),
+    ("gateway", "`biphase gateway`: common, model, API, and", GATEWAY_FLAGS),
+    ("prefill and decode", "`biphase prefill` and `biphase decode`: common, model, engine, and", WORKER_FLAGS),
+    ("kvstore", "`biphase kvstore`: common, and", KVSTORE_FLAGS),
+    ("status", "`biphase status [--json]`", STATUS_FLAGS),
+)
+
+
+def document() -> str:
+    parts = [INTRODUCTION]
+    shared: set[str] = set()
+    for title, words, flags in GROUPS:
+        parts.append(section(title, words, flags))
+        shared |= {flag.name for flag in flags}
+    for title, words, flags in SERVICES:
+        parts.append(section(title, words, [flag for flag in flags if flag.name not in shared or title == "status"]))
+    return "\n".join(parts)
+
+
+def section(title: str, words: str, flags: Sequence[Flag]) -> str:
+    return "\n".join([f"## {title}\n", f"{words}\n", *table(flags), ""])
+
+
+def table(flags: Sequence[Flag]) -> Iterator[str]:
+    yield "| flag | variable | default | meaning |"
+    yield "|---|---|---|---|"
+    for flag in flags:
+        default = "" if flag.default in ("", (), None) else f"`{flag_text(flag.default)}`"
+        meaning = flag.help.replace("|", "\\|")
+        if flag.choices:
+            missing = [choice for choice in flag.choices if choice not in flag.help]
+            meaning += f" (one of {', '.join(flag.choices)})" if missing else ""
+        yield f"| `--{flag.name}` | `{flag.env}` | {default} | {meaning} |"
+
+
+def main() -> int:
+    fresh = document()
+    if "--check" not in sys.argv:
+        TARGET.write_text(fresh)
+        return 0
+    if not TARGET.exists() or TARGET.read_text() != fresh:
+        print("docs/configuration.md is not what the flags say; run `make docs`", file=sys.stderr)
+        return 1
+    print("docs/configuration.md is what the flags say")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
