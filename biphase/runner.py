@@ -242,10 +242,12 @@ def _executor(
 ) -> tuple[Forward, str]:
     """The executor and its name, "native" or "eager"."""
     if native and kv_cache.device.type == "cpu":
+        unavailable: tuple[type[Exception], ...] = (ImportError, OSError, NotImplementedError)
         try:
-            program = importlib.import_module("biphase.ops.cpu_program").CpuProgram
-            return cast(Forward, program(model.spec, model.weights, kv_cache, **options)), "native"
-        except (ImportError, OSError, NotImplementedError) as error:
+            module = importlib.import_module("biphase.ops.cpu_program")
+            unavailable = (*unavailable, module.LibraryUnavailableError)
+            return cast(Forward, module.CpuProgram(model.spec, model.weights, kv_cache, **options)), "native"
+        except unavailable as error:
             log.warning(
                 "native_kernels_unavailable",
                 reason=str(error) or type(error).__name__,

@@ -168,7 +168,7 @@ def _read(path: Path, data: mmap.mmap) -> GGUFFile:
             raise ModelLoadError(f"{path}: rows of tensor {name} are not whole {encoding} blocks.")
         num_bytes = elements // block * block_bytes
         tensors[name] = TensorEntry(name, path, shape, encoding, start + offset, num_bytes)
-    end = max((entry.offset + entry.num_bytes for entry in tensors.values()), default=start)
+    end = max((entry.offset + entry.num_bytes for entry in tensors.values()), default=0)
     if end > len(data):
         raise ModelLoadError(f"{path} is truncated: its header promises {end} bytes, the file has {len(data)}.")
     return GGUFFile(path, metadata, tensors)
