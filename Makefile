@@ -22,7 +22,7 @@ help:
 	@echo "make check    format, lint, types, import arrows, generated files"
 	@echo "make format   ruff format and the lint fixes that are safe"
 	@echo "make proto    generate biphase/rpc/v1 from proto/;  make docs: docs/configuration.md from the flags"
-	@echo "make bench    load against a running server on 127.0.0.1:8000"
+	@echo "make bench    start the stack, load it, print what clients feel                (ARGS='--requests 64 -- --prefill 2')"
 	@echo "make chaos    randomised faults under load, long"
 	@echo "make clean    remove the venv and everything built"
 
