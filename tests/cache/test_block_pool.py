@@ -156,7 +156,7 @@ def test_retracts_before_reuse() -> None:
     take(pool, 1)
     pool.commit(0, content(1))
     give(pool, [0])
-    seen: list[tuple[int, BlockHash | None]] = []
+    seen: list[tuple[int, int | None]] = []
     pool.add_listener(removed=lambda hashes: seen.append((pool.num_free, pool.lookup(hashes[0]))))
     take(pool, 1)
     assert seen == [(0, None)]
