@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -57,10 +59,11 @@ def _draw_truncated(weights: Tensor, params: Sequence[SamplingParams], uniform: 
     kept, complete = _keep(values, totals, top_k, top_p, vocab_size)
     tokens = ids.gather(1, inverse_cdf(kept, uniform).unsqueeze(1)).squeeze(1)
     if not bool(complete.all()):
-        rest = torch.where(~complete)[0]
-        values, ids = weights[rest].sort(dim=-1, descending=True, stable=True)
-        kept, _ = _keep(values, totals[rest], top_k[rest], top_p[rest], vocab_size)
-        tokens[rest] = ids.gather(1, inverse_cdf(kept, uniform[rest.cpu()]).unsqueeze(1)).squeeze(1)
+        # These rows' cut lies further down: find it without sorting them, and draw in the order of ids.
+        rest = torch.where(~complete)[0].cpu()
+        kept_rows = [cut(weights[i].cpu().numpy(), int(top_k[i]), float(top_p[i])) for i in rest.tolist()]
+        kept = torch.from_numpy(np.stack(kept_rows)).to(weights.device)
+        tokens[rest] = inverse_cdf(kept, uniform[rest])
     return tokens
 
 
@@ -88,3 +91,41 @@ def _keep(values: Tensor, totals: Tensor, top_k: Tensor, top_p: Tensor, vocab_si
     lowest = values.gather(1, keep.sum(-1, keepdim=True) - 1).squeeze(1)
     ends_inside = (lowest > values[:, -1]) & (k_inside | (top_k == vocab_size))
     return kept, ends_inside | (values[:, -1] == 0)
+
+
+# float32's bits without the last 20: eight bins for each power of two, in the order of the values.
+_BIN_SHIFT = 20
+
+
+def cut(weights: npt.NDArray[np.float32], top_k: int, top_p: float) -> npt.NDArray[np.float32]:
+    """A copy of `weights` [vocab_size] with all but the `top_k` largest, and of those all past `top_p`, at zero.
+
+    Only the bin of values that holds the cut is sorted. Among equal values the lower id stays.
+    """
+    kept = weights.copy()
+    bins = kept.view(np.int32) >> _BIN_SHIFT
+    if top_k < len(kept):
+        bin_at, above, ids = _bin_with(bins, None, float(top_k))
+        order = ids[np.argsort(-kept[ids], kind="stable")]
+        kept[bins < bin_at] = 0.0
+        kept[order[top_k - int(above) :]] = 0.0
+        bins = kept.view(np.int32) >> _BIN_SHIFT
+    if top_p < 1.0:
+        target = top_p * float(kept.sum(dtype=np.float64))
+        bin_at, above, ids = _bin_with(bins, kept, target)
+        order = ids[np.argsort(-kept[ids], kind="stable")]
+        before = above + np.cumsum(kept[order], dtype=np.float64) - kept[order]
+        kept[bins < bin_at] = 0.0
+        kept[order[before >= target]] = 0.0
+    return kept
+
+
+def _bin_with(
+    bins: npt.NDArray[np.int32], weights: npt.NDArray[np.float32] | None, target: float
+) -> tuple[int, float, npt.NDArray[np.intp]]:
+    """The bin in which the sum from the top (of weights, or of ones) reaches `target`; the sum above it; its ids."""
+    sums = np.bincount(bins, weights=weights)
+    downwards = np.cumsum(sums[::-1])
+    place = min(int(np.searchsorted(downwards, target)), len(sums) - 1)
+    bin_at = len(sums) - 1 - place
+    return bin_at, float(downwards[place] - sums[bin_at]), np.flatnonzero(bins == bin_at)
