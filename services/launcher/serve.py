@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -166,15 +165,21 @@ async def _wait_until_healthy(address: str) -> None:
     """
     deadline = time.monotonic() + _GATEWAY_HEALTH_SECONDS
     while time.monotonic() < deadline:
-        if await asyncio.to_thread(_is_healthy, address):
+        if await _is_healthy(address):
             return
         await asyncio.sleep(0.1)
     raise UnavailableError(f"the gateway at {address} sees no ready workers after {_GATEWAY_HEALTH_SECONDS:g} seconds")
 
 
-def _is_healthy(address: str) -> bool:
+async def _is_healthy(address: str) -> bool:
+    # By hand and not with urllib in a thread: a process that forks does better without threads.
+    host, _, port = address.rpartition(":")
     try:
-        with urllib.request.urlopen(f"http://{address}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
+        async with asyncio.timeout(5):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.write(f"GET /health HTTP/1.0\r\nHost: {address}\r\n\r\n".encode())
+            status_line = await reader.readline()
+            writer.close()
+            return b" 200 " in status_line
     except OSError:
         return False
