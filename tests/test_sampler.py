@@ -119,7 +119,7 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     before = 0.0
     for token in order.tolist():
         mass = float(p[token])
-        if before > 0 and before >= params.top_p:
+        if before > 0 and before >= params.top_p < 1.0:
             p[token] = 0
         before += mass
     return p / p.sum()

@@ -116,7 +116,8 @@ def cut(weights: npt.NDArray[np.float32], top_k: int, top_p: float) -> npt.NDArr
         order = ids[np.argsort(-kept[ids], kind="stable")]
         before = above + np.cumsum(kept[order], dtype=np.float64) - kept[order]
         kept[bins < bin_at] = 0.0
-        kept[order[before >= target]] = 0.0
+        # The likeliest token always stays.
+        kept[order[(before >= target) & (before > 0.0)]] = 0.0
     return kept
 
 
