@@ -21,12 +21,12 @@ from typing import Protocol
 
 from biphase.cache.manager import KVCacheManager
 from biphase.errors import BiphaseError, InternalError, InvalidRequestError, OverloadedError, UnavailableError
-from biphase.request import FinishReason, Request, RequestId, RequestStatus
+from biphase.request import FinishReason, Request, RequestId
 from biphase.scheduler.config import SchedulerConfig
 from biphase.scheduler.events import BlocksComputed, EngineEvent, Finished, Reserved, Tokens
 from biphase.scheduler.output import RunnerOutput, SampledToken, SchedulerOutput
 from biphase.scheduler.scheduler import Scheduler
-from biphase.scheduler.stats import EngineStats, StepMeter
+from biphase.scheduler.stats import EngineStats, StepMeter, collect
 from biphase.scheduler.stopping import check_request
 from biphase.telemetry.events import event_logger
 
@@ -172,31 +172,7 @@ class Engine:
         )
 
     def stats(self) -> EngineStats:
-        scheduler, pool, meter = self._scheduler, self.manager.pool, self._meter
-        # Copies: the engine's thread goes on changing these lists.
-        waiting, running = list(scheduler.places.waiting.requests), list(scheduler.places.running.requests)
-        return EngineStats(
-            num_running=len(running),
-            num_waiting=len(waiting) + self._num_arriving,
-            num_waiting_for_remote_kv=len(scheduler.places.remote),
-            num_preempted=sum(request.status is RequestStatus.PREEMPTED for request in waiting),
-            num_blocks=pool.num_blocks,
-            num_used_blocks=pool.num_used,
-            num_cached_blocks=pool.num_cached,
-            num_draining_blocks=self.manager.num_draining_blocks,
-            kv_waste_ratio=self.manager.waste_ratio(running),
-            num_queued_prefill_tokens=sum(r.num_uncached_tokens for r in waiting if not r.awaits_kv)
-            + sum(max(0, r.num_tokens - r.num_computed_tokens - 1) for r in running),
-            prefill_tokens_per_second=meter.prefill_tokens_per_second,
-            decode_step_seconds=meter.decode_step_seconds,
-            prefix_cache_queries_tokens=self.manager.num_query_tokens,
-            prefix_cache_hits_tokens=self.manager.num_hit_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_steps=meter.num_steps,
-            num_prefill_tokens=meter.num_prefill_tokens,
-            num_generated_tokens=scheduler.num_generated_tokens,
-            num_finished={reason.value: count for reason, count in scheduler.num_finished.copy().items()},
-        )
+        return collect(self._scheduler, self.manager, self._meter, self._num_arriving)
 
     def _refuse_for_load(self) -> None:
         rate = self._meter.prefill_tokens_per_second

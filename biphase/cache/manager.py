@@ -53,7 +53,8 @@ class KVCacheManager:
     @property
     def num_draining_blocks(self) -> int:
         """Blocks in use that no request names any more: a lease or posted I/O still refers to them."""
-        return self.pool.num_used - self._num_held_blocks
+        with self.pool.lock:
+            return self.pool.num_used - self._num_held_blocks
 
     def block_ids(self, request: Request) -> list[int]:
         """The request's whole block table; grows in place, for the caller to read only."""
@@ -90,12 +91,12 @@ class KVCacheManager:
 
     def prepare(self, request: Request) -> None:
         """Hashes the full blocks of the request's tokens and estimates what is to compute. Touches no table."""
-        if self._is_hashed(request):
-            self._extend_hashes(request, request.num_tokens // self.block_size)
         request.num_uncached_tokens = request.num_tokens - self.num_cached_tokens(request)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Tokens of the request that are in the prefix cache now. Any thread; nothing is held."""
+        """Tokens of the request that are in the prefix cache now. Hashes what is not yet; nothing is held."""
+        if self._is_hashed(request):
+            self._extend_hashes(request, request.num_tokens // self.block_size)
         return len(self._find_prefix(request)) * self.block_size
 
     def admit(self, request: Request, *, num_new_tokens: int, num_total_tokens: int, num_reserved_blocks: int) -> bool:

@@ -15,15 +15,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from biphase.cache.blocks import num_blocks_for
 from biphase.cache.manager import KVCacheManager
 from biphase.errors import BiphaseError, InternalError
-from biphase.request import FinishReason, Request, RequestId, RequestStatus, TokenLogprobs
+from biphase.request import FinishReason, Request, RequestId, RequestStatus
 from biphase.scheduler.config import SchedulerConfig
-from biphase.scheduler.events import BlocksComputed, EngineEvent, Finished, Reserved, Tokens
+from biphase.scheduler.events import EngineEvent
 from biphase.scheduler.output import RunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
 from biphase.scheduler.places import RequestPlaces
 from biphase.scheduler.ranking import rank_by_arrival, rank_by_priority, shortest_first
+from biphase.scheduler.reporter import Reporter
 from biphase.scheduler.stopping import finish_reason
 
 _FINISHED = {
@@ -51,7 +51,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self._manager = manager
-        self._emit = emit
+        self._reporter = Reporter(manager, emit, clock)
         self._clock = clock
         self._block_size = manager.block_size
         self._num_watermark_blocks = int(config.watermark * manager.pool.num_blocks)
@@ -95,12 +95,12 @@ class Scheduler:
         limit = num_tokens if first_token is not None else num_tokens - 1
         # What its own cache had is valid too, and shared: it must never be written again.
         request.num_computed_tokens = max(request.num_computed_tokens, min(num_valid_tokens, limit))
-        request.num_external_tokens = num_external_tokens
+        request.num_external_tokens = min(num_external_tokens, request.num_computed_tokens - request.num_cached_tokens)
         request.awaits_kv = False
         self.places.move(request, RequestStatus.RUNNING)
         self._manager.cache_blocks(request)
         if request.prefill_only:
-            self._announce(request)
+            self._reporter.announce(request)
         if first_token is not None:
             if num_valid_tokens != num_tokens:
                 message = f"a first token came with {num_valid_tokens} of {num_tokens} tokens"
@@ -235,11 +235,11 @@ class Scheduler:
             request.first_scheduled_time = now
         if request.awaits_kv:
             self.places.move(request, RequestStatus.WAITING_FOR_REMOTE_KV)
-            self._emit(request, Reserved(tuple(self._manager.block_ids(request)), request.num_computed_tokens))
+            self._reporter.reserved(request)
         else:
             self.places.move(request, RequestStatus.RUNNING)
             if request.prefill_only:
-                self._announce(request)
+                self._reporter.announce(request)
         return True
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
@@ -270,7 +270,7 @@ class Scheduler:
             if num_computed_tokens // block_size > scheduled.num_computed_tokens // block_size:
                 self._manager.cache_blocks(request)
             if request.prefill_only:
-                self._announce(request)
+                self._reporter.announce(request)
             if request.first_token_time is None and result.prompt_logprobs:
                 request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, ())
             if scheduled.samples:
@@ -288,30 +288,13 @@ class Scheduler:
                 self._finish(scheduled.request, FinishReason.ERROR, error)
 
     def _append(self, request: Request, sampled: SampledToken) -> None:
-        request.output_token_ids.append(sampled.token_id)
+        self._reporter.append(request, sampled)
         self.num_generated_tokens += 1
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        if request.first_token_time is None:
-            request.first_token_time = self._clock()
-            prompt_logprobs = tuple(request.prompt_logprobs)
-        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-        self._emit(request, Tokens((sampled.token_id,), logprobs, prompt_logprobs))
         reason = finish_reason(request, self.config.max_model_len)
         if reason is None and request.prefill_only:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(request, reason)
-
-    def _announce(self, request: Request) -> None:
-        """Tells which blocks became final: full ones, and the partial last one when all tokens are computed."""
-        num_computed_tokens = request.num_computed_tokens
-        stop = num_computed_tokens // self._block_size
-        if num_computed_tokens == request.num_tokens:
-            stop = num_blocks_for(num_computed_tokens, self._block_size)
-        start = max(request.num_announced_blocks, request.num_held_blocks)
-        if stop > start:
-            request.num_announced_blocks = stop
-            self._emit(request, BlocksComputed(self._manager.computed_blocks(request, start, stop)))
 
     def _finish(self, request: Request, reason: FinishReason, error: BiphaseError | None = None) -> None:
         """The one way out of every state."""
@@ -320,7 +303,7 @@ class Scheduler:
             self._manager.free(request)
         self.num_finished[reason] += 1
         self._finished_ids.append(request.request_id)
-        self._emit(request, Finished(reason, request.stop_token_id, error))
+        self._reporter.finished(request, reason, error)
 
     def check_integrity(self) -> None:
         """Asserts that requests, blocks and counts agree."""

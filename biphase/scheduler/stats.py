@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from biphase.cache.manager import KVCacheManager
+from biphase.request import RequestStatus
+from biphase.scheduler.scheduler import Scheduler
+
 # Weight of the past in the moving figures, per step.
 _DECAY = 0.9
 
@@ -68,3 +72,36 @@ class StepMeter:
             # Sums, not rates, so that a big chunk weighs more than a small one.
             self._prefill_tokens = _DECAY * self._prefill_tokens + num_prefill_tokens
             self._prefill_seconds = _DECAY * self._prefill_seconds + seconds
+
+
+def collect(scheduler: Scheduler, manager: KVCacheManager, meter: StepMeter, num_arriving: int) -> EngineStats:
+    """A snapshot, from any thread: good for people and for routing, not exact to the step.
+
+    Args:
+        num_arriving: requests that the scheduler has not seen yet; they count as waiting.
+    """
+    pool = manager.pool
+    # Copies: the engine's thread goes on changing these lists.
+    waiting, running = list(scheduler.places.waiting.requests), list(scheduler.places.running.requests)
+    return EngineStats(
+        num_running=len(running),
+        num_waiting=len(waiting) + num_arriving,
+        num_waiting_for_remote_kv=len(scheduler.places.remote),
+        num_preempted=sum(request.status is RequestStatus.PREEMPTED for request in waiting),
+        num_blocks=pool.num_blocks,
+        num_used_blocks=pool.num_used,
+        num_cached_blocks=pool.num_cached,
+        num_draining_blocks=manager.num_draining_blocks,
+        kv_waste_ratio=manager.waste_ratio(running),
+        num_queued_prefill_tokens=sum(r.num_uncached_tokens for r in waiting if not r.awaits_kv)
+        + sum(max(0, r.num_tokens - r.num_computed_tokens - 1) for r in running),
+        prefill_tokens_per_second=meter.prefill_tokens_per_second,
+        decode_step_seconds=meter.decode_step_seconds,
+        prefix_cache_queries_tokens=manager.num_query_tokens,
+        prefix_cache_hits_tokens=manager.num_hit_tokens,
+        num_preemptions=scheduler.num_preemptions,
+        num_steps=meter.num_steps,
+        num_prefill_tokens=meter.num_prefill_tokens,
+        num_generated_tokens=scheduler.num_generated_tokens,
+        num_finished={reason.value: count for reason, count in scheduler.num_finished.copy().items()},
+    )
