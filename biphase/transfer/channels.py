@@ -1,0 +1,104 @@
+"""What every transport offers a reader, and the words for one read. No I/O here.
+
+A read is asked for in blocks and answered per block: what was verified is kept even when the rest failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from biphase.cache.memory import BlockMemory
+from biphase.errors import BiphaseError
+from biphase.transfer.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """One block to fetch: its handle at the holder, and where it goes here."""
+
+    # Place in the request's chain; names the block in ReadResult.
+    index: int
+    block_id: int
+    generation: int
+    dest_block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """How a read ended. No byte lands in any of its destinations any more.
+
+    `verified`, `stale` and `corrupt` are indexes of the blocks asked for; those in none of them were not reached.
+    """
+
+    verified: tuple[int, ...]
+    stale: tuple[int, ...]
+    corrupt: tuple[int, ...]
+    # Payload of the verified blocks.
+    num_bytes: int
+    # From the first byte asked for to the last one checked, without the wait behind other reads.
+    seconds: float
+    # "tcp", "shm", "nixl"; "none" when no connection came about.
+    transport: str
+    # None exactly when every block was verified.
+    error: BiphaseError | None
+
+
+@dataclass(slots=True)
+class ReadProgress:
+    """Filled in by a channel as blocks come in; its thread's own."""
+
+    verified: list[int] = field(default_factory=list)
+    stale: list[int] = field(default_factory=list)
+    corrupt: list[int] = field(default_factory=list)
+    # What the read went over, or tried to.
+    transport: str = "none"
+
+    def any(self) -> bool:
+        return bool(self.verified or self.stale or self.corrupt)
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderContext:
+    """The reader's side of every channel."""
+
+    memory: BlockMemory
+    layout: KVLayout
+    node_id: str
+    incarnation: str
+    # Transports that may be used, best first.
+    transports: tuple[str, ...]
+    # False: a read fails rather than go over another transport than the first.
+    allow_fallback: bool
+
+
+class Channel(Protocol):
+    """An open way to one incarnation of one holder, used by one thread."""
+
+    transport: str
+    # Of the handshake's test pattern.
+    gigabytes_per_second: float
+
+    def fileno(self) -> int:
+        """Becomes readable, or hangs up, when the holder is gone."""
+        ...
+
+    def read(self, lease_id: str, blocks: Sequence[ReadRequest], progress: ReadProgress, deadline: float) -> None:
+        """Fetches blocks into their destinations and checks each.
+
+        Returns or raises only when no byte can land in a destination any more.
+
+        Raises:
+            TransferFailedError: the channel is of no more use. What is in `progress` stays true.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None:
+        """From any thread: a read in progress fails soon."""
+        ...
+
+
+Tick = Callable[[], None]

@@ -1,0 +1,163 @@
+"""The data plane's wire format: bytes to values and back, with limits. No sockets here.
+
+Everything is little-endian. A connection starts with one exchange:
+
+    reader -> holder   HELLO    JSON: who asks, whom it expects, its layout
+    holder -> reader   WELCOME  JSON: who answers, how many blocks go in a batch, length of the test pattern
+                       REFUSE   JSON: code and message; the holder closes
+
+over tcp the test pattern follows WELCOME, over a unix socket the descriptors of the shared memory. Then, tcp only:
+
+    reader -> holder   READ     lease id and (block id, generation) of each block
+    holder -> reader   per batch of blocks, in the order asked:
+                       DATA     one status byte per block
+                       payload  of the blocks whose status is OK, back to back
+                       trailer  (checksum, generation) of the same blocks, read after the payload was sent
+
+A frame is magic, version, kind, length, body. Whatever does not parse raises FrameError, and the connection ends.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import xxhash
+
+from biphase.errors import TransferFailedError
+
+VERSION = 1
+MAX_HELLO_BYTES = 16 * 1024
+MAX_READ_BLOCKS = 16 * 1024
+MAX_READ_BYTES = 256 * 1024
+MAX_BATCH_BLOCKS = 128
+
+_MAGIC = b"BPKV"
+_HEADER = struct.Struct("<4sHHI")
+_READ_HEAD = struct.Struct("<HI")
+_HANDLE = struct.Struct("<IQ")
+_TRAILER = struct.Struct("<QQ")
+HEADER_BYTES = _HEADER.size
+TRAILER_BYTES = _TRAILER.size
+
+
+class FrameError(TransferFailedError):
+    """The peer sent something that is not this protocol, or more than it allows."""
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    REFUSE = 3
+    READ = 4
+    DATA = 5
+
+
+class Status(IntEnum):
+    """What became of one block of a READ."""
+
+    OK = 0
+    # Not under this lease, or its generation moved on.
+    STALE = 1
+
+
+def pack_header(kind: Kind, length: int) -> bytes:
+    return _HEADER.pack(_MAGIC, VERSION, kind, length)
+
+
+def unpack_header(raw: bytes | memoryview, max_bytes: int) -> tuple[Kind, int]:
+    """Kind and body length of a frame.
+
+    Raises:
+        FrameError: another protocol or version, an unknown kind, a body longer than `max_bytes`.
+    """
+    magic, version, kind, length = _HEADER.unpack(raw)
+    if magic != _MAGIC:
+        raise FrameError(f"not a block transfer connection: it starts with {bytes(magic)!r}")
+    if version != VERSION:
+        raise FrameError(f"block transfer protocol version {version} is not supported, this is version {VERSION}")
+    if kind not in Kind._value2member_map_:
+        raise FrameError(f"unknown frame kind {kind}")
+    if length > max_bytes:
+        raise FrameError(f"a {Kind(kind).name} frame of {length} bytes is over the limit of {max_bytes}")
+    return Kind(kind), length
+
+
+def pack_json(kind: Kind, body: dict[str, Any]) -> bytes:
+    raw = json.dumps(body, separators=(",", ":")).encode()
+    return pack_header(kind, len(raw)) + raw
+
+
+def unpack_json(raw: bytes) -> dict[str, Any]:
+    """
+    Raises:
+        FrameError: not a JSON object.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a handshake that is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise FrameError("a handshake that is not a JSON object")
+    return body
+
+
+def text_field(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str):
+        raise FrameError(f"handshake field {name} is missing or not text")
+    return value
+
+
+def count_field(body: dict[str, Any], name: str, minimum: int, maximum: int) -> int:
+    value = body.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise FrameError(f"handshake field {name} is not a number from {minimum} to {maximum}")
+    return value
+
+
+def pack_read(lease_id: str, handles: Sequence[tuple[int, int]]) -> bytes:
+    """A READ frame for (block id, generation) pairs; at most MAX_READ_BLOCKS of them."""
+    lease = lease_id.encode()
+    body = b"".join([_READ_HEAD.pack(len(lease), len(handles)), lease, *(_HANDLE.pack(*handle) for handle in handles)])
+    return pack_header(Kind.READ, len(body)) + body
+
+
+def unpack_read(body: bytes) -> tuple[str, list[tuple[int, int]]]:
+    """Lease id and (block id, generation) pairs.
+
+    Raises:
+        FrameError: the lengths do not add up, or no or too many blocks are asked for.
+    """
+    if len(body) < _READ_HEAD.size:
+        raise FrameError("a READ frame without a head")
+    lease_bytes, num_blocks = _READ_HEAD.unpack_from(body)
+    start = _READ_HEAD.size + lease_bytes
+    if not 1 <= num_blocks <= MAX_READ_BLOCKS or len(body) != start + num_blocks * _HANDLE.size:
+        raise FrameError(f"a READ frame of {len(body)} bytes that claims {num_blocks} blocks")
+    try:
+        lease_id = body[_READ_HEAD.size : start].decode()
+    except UnicodeDecodeError as error:
+        raise FrameError("a READ frame whose lease id is not text") from error
+    return lease_id, list(_HANDLE.iter_unpack(memoryview(body)[start:]))
+
+
+def pack_data(statuses: Sequence[Status]) -> bytes:
+    return pack_header(Kind.DATA, len(statuses)) + bytes(statuses)
+
+
+def pack_trailer(entries: Sequence[tuple[int, int]]) -> bytes:
+    """(checksum, generation) per block."""
+    return b"".join(_TRAILER.pack(*entry) for entry in entries)
+
+
+def unpack_trailer(raw: bytes | memoryview) -> list[tuple[int, int]]:
+    return list(_TRAILER.iter_unpack(raw))
+
+
+def checksum(payload: memoryview, block_id: int, generation: int) -> int:
+    """XXH3-64 of a block's bytes, seeded with its handle, so that a block in another's place does not pass."""
+    return xxhash.xxh3_64_intdigest(payload, seed=(generation << 32 ^ block_id) & 0xFFFFFFFFFFFFFFFF)

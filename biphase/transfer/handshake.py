@@ -1,0 +1,169 @@
+"""The first exchange on a data connection: who are you, do our bytes mean the same, how fast is it between us.
+
+Owns both sides of HELLO and WELCOME or REFUSE, and the test pattern. Nothing is read before both have agreed on
+incarnation and on every field of the layout.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from dataclasses import dataclass
+
+from biphase.errors import BiphaseError, LayoutMismatchError, StaleHandleError, TransferFailedError
+from biphase.transfer import frames
+from biphase.transfer.endpoint import Endpoint
+from biphase.transfer.frames import FrameError, Kind
+from biphase.transfer.layout import KVLayout
+from biphase.transfer.sockets import DeadlineSocket
+
+# The pattern moved at handshake: pieces of this many bytes, the first of which is not timed.
+PATTERN_BYTES = 1024 * 1024
+NUM_PATTERNS = 4
+
+_REFUSALS: dict[str, type[BiphaseError]] = {
+    error.code.value: error for error in (LayoutMismatchError, StaleHandleError, TransferFailedError)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who asks, and whom it thinks it asks."""
+
+    node_id: str
+    incarnation: str
+    holder_node_id: str
+    holder_incarnation: str
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What a reader has to know about a holder beyond its endpoint."""
+
+    num_blocks: int
+    # Blocks per DATA frame, but for the last of a READ.
+    batch_blocks: int
+
+
+@functools.cache
+def test_pattern() -> bytes:
+    """PATTERN_BYTES that no broken path produces by chance; the same in every process."""
+    piece = hashlib.shake_256(b"biphase test pattern").digest(65536)
+    return piece * (PATTERN_BYTES // len(piece))
+
+
+def introduce(sock: DeadlineSocket, endpoint: Endpoint, hello: Hello, deadline: float) -> Welcome:
+    """The reader's side.
+
+    Raises:
+        LayoutMismatchError: refused; the message names the field.
+        StaleHandleError: the holder is another incarnation than the endpoint's.
+        TransferFailedError: refused for another reason, no answer in time, or not this protocol.
+    """
+    sock.send(
+        [
+            frames.pack_json(
+                Kind.HELLO,
+                {
+                    "node_id": hello.node_id,
+                    "incarnation": hello.incarnation,
+                    "holder_node_id": hello.holder_node_id,
+                    "holder_incarnation": hello.holder_incarnation,
+                    "layout": hello.layout.to_json(),
+                },
+            )
+        ],
+        deadline,
+    )
+    kind, raw = sock.recv_frame(deadline, frames.MAX_HELLO_BYTES)
+    body = frames.unpack_json(raw)
+    if kind is Kind.REFUSE:
+        refusal = _REFUSALS.get(frames.text_field(body, "code"), TransferFailedError)
+        raise refusal(frames.text_field(body, "message"))
+    if kind is not Kind.WELCOME:
+        raise FrameError(f"a {kind.name} frame in place of WELCOME")
+    if frames.text_field(body, "incarnation") != endpoint.incarnation:
+        raise StaleHandleError(f"{endpoint.node_id} has restarted: its handles are void")
+    return Welcome(
+        num_blocks=frames.count_field(body, "num_blocks", 1, 2**32),
+        batch_blocks=frames.count_field(body, "batch_blocks", 1, frames.MAX_BATCH_BLOCKS),
+    )
+
+
+def measure_pattern(sock: DeadlineSocket, deadline: float) -> float:
+    """Receives and checks the test pattern. Returns GB/s.
+
+    Raises:
+        TransferFailedError: bytes arrived changed, or not in time.
+    """
+    piece = memoryview(bytearray(PATTERN_BYTES))
+    seconds = 0.0
+    for position in range(NUM_PATTERNS):
+        start = time.perf_counter()
+        sock.recv_into([piece], deadline)
+        if position:
+            seconds += time.perf_counter() - start
+        if piece != test_pattern():
+            raise TransferFailedError("the test pattern arrived changed")
+    return (NUM_PATTERNS - 1) * PATTERN_BYTES / max(seconds, 1e-9) / 1e9
+
+
+def send_pattern(sock: DeadlineSocket, deadline: float) -> None:
+    sock.send([memoryview(test_pattern())] * NUM_PATTERNS, deadline)
+
+
+def answer(sock: DeadlineSocket, me: Endpoint, welcome: Welcome, deadline: float) -> Hello:
+    """The holder's side. Sends WELCOME or REFUSE.
+
+    Raises:
+        LayoutMismatchError, StaleHandleError: refused, and the reader was told why.
+        TransferFailedError: no HELLO in time, or not this protocol.
+    """
+    kind, raw = sock.recv_frame(deadline, frames.MAX_HELLO_BYTES)
+    if kind is not Kind.HELLO:
+        raise FrameError(f"a {kind.name} frame in place of HELLO")
+    hello = _parse_hello(frames.unpack_json(raw))
+    try:
+        if (hello.holder_node_id, hello.holder_incarnation) != (me.node_id, me.incarnation):
+            raise StaleHandleError(
+                f"this is {me.node_id} in incarnation {me.incarnation}, not {hello.holder_node_id} in "
+                f"{hello.holder_incarnation}: the handles are void"
+            )
+        me.layout.require_same(hello.layout)
+    except BiphaseError as error:
+        sock.send([frames.pack_json(Kind.REFUSE, {"code": error.code.value, "message": error.message})], deadline)
+        raise
+    sock.send(
+        [
+            frames.pack_json(
+                Kind.WELCOME,
+                {
+                    "node_id": me.node_id,
+                    "incarnation": me.incarnation,
+                    "num_blocks": welcome.num_blocks,
+                    "batch_blocks": welcome.batch_blocks,
+                },
+            )
+        ],
+        deadline,
+    )
+    return hello
+
+
+def _parse_hello(body: dict[str, object]) -> Hello:
+    layout = body.get("layout")
+    if not isinstance(layout, dict):
+        raise FrameError("handshake field layout is missing")
+    try:
+        parsed = KVLayout.from_json(layout)
+    except ValueError as error:
+        raise FrameError(f"handshake: {error}") from error
+    return Hello(
+        node_id=frames.text_field(body, "node_id"),
+        incarnation=frames.text_field(body, "incarnation"),
+        holder_node_id=frames.text_field(body, "holder_node_id"),
+        holder_incarnation=frames.text_field(body, "holder_incarnation"),
+        layout=parsed,
+    )

@@ -1,0 +1,105 @@
+"""Reading blocks from other nodes: one thread and one connection per holder, reads in the order they were asked for.
+
+Owns the threads, the queues and the deadlines. A read always ends: with its blocks, or with an error not later than
+its deadline (plus a tick), and when its future resolves no byte lands in its destinations any more. The transports do
+the moving.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from biphase.cache.memory import BlockMemory
+from biphase.errors import TransferFailedError
+from biphase.transfer.channels import ReaderContext, ReadRequest, ReadResult
+from biphase.transfer.endpoint import Endpoint
+from biphase.transfer.layout import KVLayout
+from biphase.transfer.peer import Job, Peer, PeerStats, failed
+from biphase.transfer.selection import check_transports
+
+
+class BlockReader:
+    """Reads into one block memory.
+
+    Args:
+        memory: where blocks go.
+        layout: of that memory; a holder of another layout refuses.
+        node_id, incarnation: who reads, for the holder's logs.
+        transports: which may be used, best first.
+        allow_fallback: False: a read fails rather than go over another transport than the first.
+        idle_seconds: a connection not used for so long is closed, its thread ends.
+
+    Raises:
+        ConfigError: an unknown transport.
+    """
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        layout: KVLayout,
+        node_id: str,
+        incarnation: str,
+        *,
+        transports: Sequence[str] = ("shm", "tcp"),
+        allow_fallback: bool = True,
+        idle_seconds: float = 120.0,
+    ) -> None:
+        assert memory.block_bytes == layout.block_bytes, "layout and memory differ in block_bytes"
+        check_transports(tuple(transports))
+        self._context = ReaderContext(memory, layout, node_id, incarnation, tuple(transports), allow_fallback)
+        self._idle_seconds = idle_seconds
+        self._lock = threading.Lock()
+        self._peers: dict[Endpoint, Peer] = {}
+        self._closed = False
+
+    def read(
+        self, endpoint: Endpoint, lease_id: str, blocks: Sequence[ReadRequest], deadline_seconds: float
+    ) -> Future[ReadResult]:
+        """Starts a read. The future gives a ReadResult, never an exception; cancelling it works until it runs.
+
+        Args:
+            lease_id: lease at the holder that covers the blocks.
+            blocks: destinations must stay reserved until the future is done.
+            deadline_seconds: from now, waiting behind other reads included.
+        """
+        job = Job(lease_id, blocks, time.monotonic() + deadline_seconds, Future())
+        if not blocks:
+            job.future.set_result(ReadResult((), (), (), 0, 0.0, "none", None))
+            return job.future
+        while True:
+            with self._lock:
+                closed = self._closed
+                peer = self._peers.get(endpoint)
+                if peer is None and not closed:
+                    peer = self._peers[endpoint] = Peer(endpoint, self._context, self._idle_seconds, self._forget)
+            if closed or peer is None:
+                job.future.set_result(failed(TransferFailedError("the reader is closed")))
+                return job.future
+            if peer.submit(job):
+                return job.future
+            # Its thread was just ending for lack of work: the next round makes a new one.
+            self._forget(peer)
+
+    def peers(self) -> list[PeerStats]:
+        """One entry per holder with a thread."""
+        with self._lock:
+            peers = list(self._peers.values())
+        return [peer.stats() for peer in peers]
+
+    def close(self) -> None:
+        """Ends reads in progress with TransferFailedError and all threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.close()
+        for peer in peers:
+            peer.join()
+
+    def _forget(self, peer: Peer) -> None:
+        with self._lock:
+            if self._peers.get(peer.endpoint) is peer:
+                del self._peers[peer.endpoint]

@@ -1,0 +1,74 @@
+"""Which transport carries the bytes between two nodes: what both sides can do, in the order of the reader's choice.
+
+Owns the choice and the saying of it: a transport that was asked for and cannot be had is an error, or a warning where
+falling back is allowed; never silence.
+"""
+
+from __future__ import annotations
+
+from biphase.errors import ConfigError, TransferFailedError
+from biphase.telemetry.events import event_logger
+from biphase.transfer.channels import Channel, ReaderContext, Tick
+from biphase.transfer.endpoint import Endpoint, host_id
+from biphase.transfer.shm import ShmChannel
+from biphase.transfer.tcp import TcpChannel
+
+log = event_logger(__name__)
+
+TRANSPORTS = ("shm", "tcp")
+
+
+def check_transports(transports: tuple[str, ...]) -> None:
+    """
+    Raises:
+        ConfigError: an unknown transport, or none.
+    """
+    unknown = [name for name in transports if name not in TRANSPORTS]
+    if unknown or not transports:
+        raise ConfigError(f"transports {','.join(transports)!r}: choose from {', '.join(TRANSPORTS)}")
+
+
+def open_channel(endpoint: Endpoint, context: ReaderContext, deadline: float, on_tick: Tick) -> Channel:
+    """Connects by the first transport that works.
+
+    Raises:
+        LayoutMismatchError, StaleHandleError: the holder refused; no other transport would help.
+        TransferFailedError: none works, or the first does not and falling back is not allowed.
+    """
+    passed_over: list[str] = []
+    for name in context.transports:
+        reason = _obstacle(name, endpoint)
+        if reason is None:
+            try:
+                channel = _connect(name, endpoint, context, deadline, on_tick)
+            except TransferFailedError as error:
+                # It should have worked: worth a warning even where the next one does.
+                log.warning("transport_failed", peer=endpoint.node_id, transport=name, reason=error.message)
+                reason = error.message
+            else:
+                log.info(
+                    "transport_chosen",
+                    peer=endpoint.node_id,
+                    transport=name,
+                    gigabytes_per_second=round(channel.gigabytes_per_second, 2),
+                    passed_over="; ".join(passed_over) or "none",
+                )
+                return channel
+        passed_over.append(f"{name}: {reason}")
+        if not context.allow_fallback:
+            break
+    raise TransferFailedError(f"no transport to {endpoint.node_id}: {'; '.join(passed_over)}")
+
+
+def _obstacle(name: str, endpoint: Endpoint) -> str | None:
+    if name not in endpoint.transports:
+        return "not offered"
+    if name == "shm" and (not endpoint.host_id or endpoint.host_id != host_id()):
+        return "another host or network namespace"
+    return None
+
+
+def _connect(name: str, endpoint: Endpoint, context: ReaderContext, deadline: float, on_tick: Tick) -> Channel:
+    if name == "shm":
+        return ShmChannel.connect(endpoint, context, deadline, on_tick)
+    return TcpChannel.connect(endpoint, context, deadline, on_tick)
