@@ -14,6 +14,19 @@ from biphase.errors import BiphaseError
 from biphase.transfer.layout import KVLayout
 
 
+class Handle(Protocol):
+    """A BlockHandle message, or anything shaped like it."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def block_id(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def block_hash(self) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
     """One block to fetch: its handle at the holder, and where it goes here."""
@@ -23,6 +36,10 @@ class ReadRequest:
     block_id: int
     generation: int
     dest_block_id: int
+
+    @classmethod
+    def from_handle(cls, handle: Handle, dest_block_id: int) -> ReadRequest:
+        return cls(handle.index, handle.block_id, handle.generation, dest_block_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,11 @@ class LeaseTable:
         with self._pool.lock:
             return LeaseId(lease_id) in self._leases
 
+    def readers(self) -> set[tuple[str, str]]:
+        """(node id, incarnation) of everyone who holds a lease."""
+        with self._pool.lock:
+            return {(lease.reader_node_id, lease.reader_incarnation) for lease in self._leases.values()}
+
     def counts(self) -> LeaseCounts:
         with self._pool.lock:
             return LeaseCounts(

@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from biphase.cache.memory import BlockMemory
-from biphase.errors import TransferFailedError
+from biphase.errors import InvalidRequestError, TransferFailedError
+from biphase.rpc.v1 import common_pb2
 from biphase.transfer.channels import ReaderContext, ReadRequest, ReadResult
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.layout import KVLayout
 from biphase.transfer.peer import Job, Peer, PeerStats, failed
 from biphase.transfer.selection import check_transports
+
+__all__ = ["BlockReader", "PeerStats", "ReadRequest", "ReadResult"]
 
 
 class BlockReader:
@@ -56,7 +59,11 @@ class BlockReader:
         self._closed = False
 
     def read(
-        self, endpoint: Endpoint, lease_id: str, blocks: Sequence[ReadRequest], deadline_seconds: float
+        self,
+        endpoint: Endpoint | common_pb2.TransferEndpoint,
+        lease_id: str,
+        blocks: Sequence[ReadRequest],
+        deadline_seconds: float,
     ) -> Future[ReadResult]:
         """Starts a read. The future gives a ReadResult, never an exception; cancelling it works until it runs.
 
@@ -65,6 +72,12 @@ class BlockReader:
             blocks: destinations must stay reserved until the future is done.
             deadline_seconds: from now, waiting behind other reads included.
         """
+        try:
+            holder = endpoint if isinstance(endpoint, Endpoint) else Endpoint.from_proto(endpoint)
+        except InvalidRequestError as error:
+            refused: Future[ReadResult] = Future()
+            refused.set_result(failed(error))
+            return refused
         job = Job(lease_id, blocks, time.monotonic() + deadline_seconds, Future())
         if not blocks:
             job.future.set_result(ReadResult((), (), (), 0, 0.0, "none", None))
@@ -72,9 +85,9 @@ class BlockReader:
         while True:
             with self._lock:
                 closed = self._closed
-                peer = self._peers.get(endpoint)
+                peer = self._peers.get(holder)
                 if peer is None and not closed:
-                    peer = self._peers[endpoint] = Peer(endpoint, self._context, self._idle_seconds, self._forget)
+                    peer = self._peers[holder] = Peer(holder, self._context, self._idle_seconds, self._forget)
             if closed or peer is None:
                 job.future.set_result(failed(TransferFailedError("the reader is closed")))
                 return job.future

@@ -49,7 +49,7 @@ class BlockServer:
         node_id, incarnation: who this is; readers that expect somebody else are refused.
         host, port: where the tcp data plane listens; port 0 takes a free one.
         advertise_host: what readers connect to, where it is not `host` (which may be 0.0.0.0).
-        shared_generations: the pool's own table, for same-host readers. Without it shm is not offered.
+        generations: the pool's own table, for same-host readers. Without it shm is not offered.
         transports: which may be offered, best first.
 
     Raises:
@@ -68,7 +68,7 @@ class BlockServer:
         port: int = 0,
         *,
         advertise_host: str | None = None,
-        shared_generations: SharedGenerations | None = None,
+        generations: SharedGenerations | None = None,
         transports: Sequence[str] = ("shm", "tcp"),
     ) -> None:
         assert memory.block_bytes == layout.block_bytes, "layout and memory differ in block_bytes"
@@ -84,9 +84,9 @@ class BlockServer:
         self._shm: ShmHost | None = None
         tcp_address = shm_address = ""
         offered = []
-        if "shm" in transports and shared_generations is not None and host_id():
-            assert pool.generations is shared_generations.table, "the pool counts generations somewhere else"
-            self._shm = ShmHost(memory, shared_generations)
+        if "shm" in transports and generations is not None and host_id():
+            assert pool.generations is generations.table, "the pool counts generations somewhere else"
+            self._shm = ShmHost(memory, generations)
             shm_address = f"biphase-{node_id}-{incarnation}"[:100]
             self._listen(socket.AF_UNIX, "\0" + shm_address, self._serve_shm)
             offered.append("shm")
