@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from biphase.cache.prefix_index import PrefixIndex
 from biphase.request import BlockHash
@@ -38,14 +38,14 @@ class BlockPool:
     """
 
     def __init__(
-        self, num_blocks: int, enable_caching: bool = True, *, generations: MutableSequence[int] | None = None
+        self, num_blocks: int, enable_caching: bool = True, *, generations: array[int] | memoryview[int] | None = None
     ) -> None:
         assert num_blocks >= 1, "a pool without blocks"
         self.lock = threading.RLock()
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         # Counts how often each block's memory was given to new content.
-        self.generations: MutableSequence[int] = (
+        self.generations: array[int] | memoryview[int] = (
             array("Q", bytes(8 * num_blocks)) if generations is None else generations
         )
         self._ref_counts = [0] * num_blocks

@@ -1,0 +1,131 @@
+"""What a worker computes with: the loaded model, its runner, the KV memory and the bookkeeping over it.
+
+Everything that can refuse a model or a setting happens here, before the process listens anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from biphase.cache.block_pool import BlockPool
+from biphase.cache.hashing import namespace_digest
+from biphase.cache.manager import KVCacheManager
+from biphase.cache.memory import BlockMemory, SharedGenerations
+from biphase.cache.tensors import kv_block_bytes, kv_tensor
+from biphase.engine import SchedulerConfig
+from biphase.errors import ConfigError
+from biphase.model.loader import LoadedModel, load_model
+from biphase.model.source import resolve_model
+from biphase.rpc.v1 import node_pb2
+from biphase.runner import ModelRunner
+from biphase.telemetry.events import event_logger
+from biphase.transfer.layout import KVLayout
+from biphase.worker.capacity import num_kv_blocks
+from biphase.worker.settings import WorkerSettings
+
+log = event_logger(__name__)
+
+# Part of the namespace: the order of a block's bytes (biphase.cache.tensors).
+_LAYOUT_NAME = "layers,kv,heads,tokens,dims"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCore:
+    runner: ModelRunner
+    memory: BlockMemory
+    generations: SharedGenerations
+    pool: BlockPool
+    manager: KVCacheManager
+    scheduler_config: SchedulerConfig
+    layout: KVLayout
+    model: node_pb2.ModelInfo
+
+
+def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
+    """Loads the model and lays out the KV memory.
+
+    Args:
+        role: "prefill" or "decode"; decides the scheduling policy where none was given.
+
+    Raises:
+        ModelLoadError: the model cannot be used.
+        ConfigError: a setting does not fit the model or the machine.
+    """
+    if settings.device == "cuda":
+        raise ConfigError("--device cuda: workers on a GPU are not available yet; use cpu")
+    source = resolve_model(settings.model)
+    model = load_model(source, settings.dtype, "cpu")
+    spec = model.spec
+    max_model_len = settings.max_model_len or spec.max_position_embeddings
+    if max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is more than the {spec.max_position_embeddings} tokens of the model"
+        )
+    block_bytes = kv_block_bytes(spec.num_layers, spec.num_kv_heads, settings.block_size, spec.head_dim, model.dtype)
+    num_blocks = num_kv_blocks(settings, block_bytes, max_model_len)
+    memory = BlockMemory(num_blocks, block_bytes)
+    generations = SharedGenerations(num_blocks)
+    pool = BlockPool(num_blocks, settings.enable_prefix_caching, generations=generations.table)
+    layout = _layout(model, settings.block_size, block_bytes)
+    manager = KVCacheManager(pool, block_size=settings.block_size, namespace=layout.namespace)
+    policy = settings.scheduling_policy or ("shortest_first" if role == "prefill" else "fcfs")
+    runner = ModelRunner(
+        model,
+        kv_tensor(memory, spec.num_layers, spec.num_kv_heads, settings.block_size, spec.head_dim, model.dtype),
+        block_size=settings.block_size,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
+        native=settings.native_kernels,
+        nice=settings.nice,
+    )
+    return WorkerCore(
+        runner=runner,
+        memory=memory,
+        generations=generations,
+        pool=pool,
+        manager=manager,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            max_waiting=settings.max_waiting,
+            policy=policy,
+        ),
+        layout=layout,
+        model=node_pb2.ModelInfo(
+            model=settings.model or source.default_served_name,
+            served_names=settings.served_model_name or (source.default_served_name,),
+            vocab_size=spec.vocab_size,
+            max_model_len_tokens=max_model_len,
+            dtype=str(model.dtype).removeprefix("torch."),
+            architecture=spec.architecture,
+        ),
+    )
+
+
+def _layout(model: LoadedModel, block_size: int, block_bytes: int) -> KVLayout:
+    spec = model.spec
+    kv_dtype = str(model.dtype).removeprefix("torch.")
+    namespace = namespace_digest(
+        {
+            "weights": model.weights_digest,
+            "tokenizer": model.tokenizer_digest,
+            "kv_dtype": kv_dtype,
+            "layout": _LAYOUT_NAME,
+            "block_size": str(block_size),
+            "rope": repr((spec.rope, spec.local_rope)),
+            "adapter": "",
+        }
+    )
+    return KVLayout(
+        namespace=namespace,
+        kv_dtype=kv_dtype,
+        block_size_tokens=block_size,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_bytes=block_bytes,
+    )

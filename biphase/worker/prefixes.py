@@ -1,0 +1,204 @@
+"""Prefixes that other nodes hold: found in the index, leased, read into a request's reserved blocks.
+
+Owns the decision whether reading beats computing, and the reads. A prefix that cannot be had costs nothing but the
+attempt: the engine computes what did not arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from biphase.cache.manager import KVCacheManager
+from biphase.engine import Engine, Reserved
+from biphase.errors import BiphaseError, CorruptBlockError
+from biphase.index.registry import NodeRecord
+from biphase.request import BlockHash, NodeId, Request
+from biphase.rpc.client import ChannelPool
+from biphase.rpc.errors import from_rpc_error
+from biphase.rpc.v1 import blocks_pb2, blocks_pb2_grpc
+from biphase.telemetry.events import event_logger
+from biphase.transfer.channels import ReadRequest
+from biphase.transfer.endpoint import Endpoint
+from biphase.transfer.reader import BlockReader
+from biphase.worker.identity import WorkerIdentity
+from biphase.worker.reads import HeldLease
+
+log = event_logger(__name__)
+
+_LEASE_CALL_SECONDS = 2.0
+# What a fetch costs beside the bytes: two calls and a few hand-overs between threads.
+_FETCH_OVERHEAD_SECONDS = 0.005
+# Assumed until a peer's speed has been measured.
+_ASSUMED_BYTES_PER_SECOND = 1e9
+
+
+class PrefixIndex(Protocol):
+    """Who holds which blocks; biphase.index.view.IndexView is one."""
+
+    def longest_chain(
+        self, hashes: Sequence[BlockHash], exclude: Collection[NodeId] = ()
+    ) -> Sequence[tuple[NodeId, int]]:
+        """(node, number of leading hashes it holds), the longest first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPlan:
+    """Read blocks [?, end_block) of the request from `node`; where they start is known at the reservation."""
+
+    node: NodeRecord
+    end_block: int
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    num_fetches: int = 0
+    num_failed: int = 0
+    num_fetched_blocks: int = 0
+    num_not_worth_it: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class PrefixFetcher:
+    """One per worker, on its event loop.
+
+    Args:
+        node_of: current record of a node, None when it is not there any more.
+        timeout_seconds: of one read.
+    """
+
+    identity: WorkerIdentity
+    engine: Engine
+    manager: KVCacheManager
+    index: PrefixIndex
+    node_of: Callable[[NodeId], NodeRecord | None]
+    channels: ChannelPool
+    reader: BlockReader
+    timeout_seconds: float
+    enabled: bool = True
+    counts: PrefixCounts = field(default_factory=PrefixCounts)
+
+    def plan(self, request: Request) -> PrefixPlan | None:
+        """Whether another node holds more of the request than this one, and reading that is the faster way.
+
+        Hashes the request (KVCacheManager.prepare) if that has not happened yet.
+        """
+        if not self.enabled or request.sampling.prompt_logprobs is not None:
+            return None
+        self.manager.prepare(request)
+        block_size = self.manager.block_size
+        # The last token has to be computed here for its logits.
+        usable = (request.num_tokens - 1) // block_size
+        num_own = (request.num_tokens - request.num_uncached_tokens) // block_size
+        if usable <= num_own:
+            return None
+        for node_id, length in self.index.longest_chain(
+            request.block_hashes[num_own:usable], exclude=(self.identity.node_id,)
+        ):
+            node = self.node_of(node_id)
+            if node is None or length == 0:
+                continue
+            if not self._is_faster(length):
+                self.counts.num_not_worth_it += 1
+                return None
+            return PrefixPlan(node, num_own + length)
+        return None
+
+    def _is_faster(self, num_blocks: int) -> bool:
+        rate = self.engine.stats().prefill_tokens_per_second
+        if not rate:
+            return True
+        read = num_blocks * self.identity.layout.block_bytes / _ASSUMED_BYTES_PER_SECOND + _FETCH_OVERHEAD_SECONDS
+        return read < num_blocks * self.manager.block_size / rate
+
+    async def load(self, request: Request, plan: PrefixPlan, reserved: Reserved) -> None:
+        """Fills the reserved blocks as far as the plan's node delivers, and lets the engine run the request.
+
+        The caller holds references to the reserved blocks until this returns. Cancelled: returns when no read is
+        posted any more, and the engine is not told.
+        """
+        first = reserved.num_cached_tokens // self.manager.block_size
+        num_read = 0
+        try:
+            num_read = await self._fetch(request, plan, first, reserved.block_ids)
+        except BiphaseError as error:
+            self.counts.num_failed += 1
+            log.warning(
+                "prefix_fetch_failed", request_id=request.request_id, node=plan.node.node_id, code=error.code.value,
+                error=error.message,
+            )  # fmt: skip
+        self.engine.kv_ready(
+            request.request_id,
+            num_valid_tokens=(first + num_read) * self.manager.block_size,
+            num_external_tokens=num_read * self.manager.block_size,
+        )
+
+    async def _fetch(self, request: Request, plan: PrefixPlan, first: int, block_ids: Sequence[int]) -> int:
+        """Returns how many blocks from `first` on are here and verified."""
+        if plan.end_block <= first:
+            return 0
+        self.counts.num_fetches += 1
+        channel = self.channels.get(plan.node.address)
+        stub = blocks_pb2_grpc.BlockHolderStub(channel)
+        wanted = request.block_hashes[first : plan.end_block]
+        try:
+            answer: blocks_pb2.LeaseResponse = await stub.Lease(
+                blocks_pb2.LeaseRequest(
+                    block_hashes=wanted,
+                    layout=self.identity.layout.to_proto(),
+                    reader_node_id=self.identity.node_id,
+                    reader_incarnation=self.identity.incarnation,
+                    first_index=first,
+                ),
+                timeout=_LEASE_CALL_SECONDS,
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, plan.node.node_id) from error
+        if not answer.blocks:
+            # The index was behind: a miss.
+            return 0
+        async with HeldLease(channel, answer.lease_id, answer.lease_seconds):
+            for handle, block_hash in zip(answer.blocks, wanted, strict=False):
+                if handle.block_hash != block_hash:
+                    raise CorruptBlockError(f"{plan.node.node_id} leased another block than the one asked for")
+            return await self._read(request, answer, block_ids)
+
+    async def _read(self, request: Request, answer: blocks_pb2.LeaseResponse, block_ids: Sequence[int]) -> int:
+        future = self.reader.read(
+            Endpoint.from_proto(answer.endpoint),
+            answer.lease_id,
+            [ReadRequest.from_handle(handle, block_ids[handle.index]) for handle in answer.blocks],
+            deadline_seconds=self.timeout_seconds,
+        )
+        try:
+            result = await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            # Nothing may land in these blocks once we have returned.
+            await asyncio.wait([asyncio.wrap_future(future)])
+            raise
+        if result.error is not None:
+            self.counts.num_failed += 1
+            log.warning("prefix_read_failed", request_id=request.request_id, error=result.error.message)
+        verified = set(result.verified)
+        num_read = 0
+        while num_read < len(answer.blocks) and answer.blocks[num_read].index in verified:
+            num_read += 1
+        self.counts.num_fetched_blocks += num_read
+        self.counts.num_bytes += result.num_bytes
+        self.counts.seconds += result.seconds
+        log.info(
+            "prefix_fetched",
+            request_id=request.request_id,
+            node=answer.endpoint.node_id,
+            num_blocks=num_read,
+            transport=result.transport,
+            seconds=result.seconds,
+        )
+        return num_read

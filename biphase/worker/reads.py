@@ -1,0 +1,82 @@
+"""Reads of KV blocks as the event loop sees them, and the lease that keeps them readable meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from biphase.rpc.v1 import blocks_pb2, blocks_pb2_grpc
+from biphase.telemetry.events import event_logger
+
+log = event_logger(__name__)
+
+_CONTROL_CALL_SECONDS = 5.0
+
+
+class HeldLease:
+    """A lease another node gave us: renewed while this context is open, released when it closes.
+
+    A release that cannot be delivered is no loss: the lease expires at its owner.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, lease_id: str, lease_seconds: float) -> None:
+        self._stub = blocks_pb2_grpc.BlockHolderStub(channel)
+        self.lease_id = lease_id
+        self._lease_seconds = lease_seconds
+        # Set when the owner no longer knows the lease: what has not been verified must not be used.
+        self.expired = asyncio.Event()
+        self._renewer: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> HeldLease:
+        self._renewer = asyncio.create_task(self._renew_forever())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._renewer is not None
+        self._renewer.cancel()
+        background(self._release())
+
+    async def _renew_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_seconds / 3)
+            try:
+                answer = await self._stub.Renew(
+                    blocks_pb2.RenewRequest(lease_ids=[self.lease_id]), timeout=_CONTROL_CALL_SECONDS
+                )
+            except grpc.aio.AioRpcError as error:
+                # Tried again soon enough: the lease outlives two lost renewals.
+                log.warning("lease_renewal_failed", lease_id=self.lease_id, status=error.code().name)
+                continue
+            if self.lease_id in answer.expired:
+                self.expired.set()
+                return
+
+    async def _release(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._stub.Release(
+                blocks_pb2.ReleaseRequest(lease_ids=[self.lease_id]), timeout=_CONTROL_CALL_SECONDS
+            )
+
+
+_background: set[asyncio.Task[None]] = set()
+
+
+def background(work: Coroutine[Any, Any, None]) -> None:
+    """Runs a coroutine to its end without anyone waiting, and keeps it from being collected meanwhile."""
+    task = asyncio.create_task(work)
+    _background.add(task)
+    task.add_done_callback(_background.discard)
+
+
+async def finish_background(tasks_timeout_seconds: float) -> None:
+    """Waits for what `background` started; called once, when a process ends."""
+    pending: Sequence[asyncio.Task[None]] = list(_background)
+    if pending:
+        await asyncio.wait(pending, timeout=tasks_timeout_seconds)

@@ -1,0 +1,72 @@
+"""Settings of a worker process, the same for both roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from biphase.settings import (
+    COMMON_FLAGS,
+    ENGINE_FLAGS,
+    MODEL_FLAGS,
+    Flag,
+    boolean,
+    non_negative,
+    positive_seconds,
+)
+
+WORKER_FLAGS = (
+    *COMMON_FLAGS,
+    *MODEL_FLAGS,
+    *ENGINE_FLAGS,
+    Flag("scheduling-policy", str, "", "default: fcfs for decode, shortest_first for prefill",
+         choices=("fcfs", "priority", "shortest_first")),
+    Flag("transports", str, ("shm", "tcp"), "transports to use for KV blocks, best first", many=True),
+    Flag("require-transport", str, "", "refuse peers that cannot be reached by this transport"),
+    Flag("min-remote-prefill-tokens", non_negative, 0,
+         "decode prefills prompts with fewer uncached tokens itself; 0: only what its own cache nearly covers"),
+    Flag("prefill-stall-seconds", positive_seconds, 30.0,
+         "decode leaves a prefill worker that made no progress for this long"),
+    Flag("transfer-timeout-seconds", positive_seconds, 10.0, "one read of KV blocks may take this long"),
+    Flag("offer-blocks", boolean, True, "offer computed KV blocks to the block store"),
+    Flag("fetch-prefixes", boolean, True, "read prefixes that other nodes hold instead of computing them"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """One field per flag in WORKER_FLAGS; see there for meaning and units."""
+
+    ready_fd: int | None
+    host: str
+    port: int
+    node_id: str
+    redis_url: str
+    cluster: str
+    log_format: str
+    log_level: str
+    drain_timeout: float
+    model: str
+    served_model_name: tuple[str, ...]
+    max_model_len: int
+    dtype: str
+    device: str
+    block_size: int
+    num_blocks: int
+    kv_cache_bytes: int | None
+    gpu_memory_utilization: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    num_threads: int
+    nice: int
+    native_kernels: bool
+    lease_seconds: float
+    max_waiting: int
+    scheduling_policy: str
+    transports: tuple[str, ...]
+    require_transport: str
+    min_remote_prefill_tokens: int
+    prefill_stall_seconds: float
+    transfer_timeout_seconds: float
+    offer_blocks: bool
+    fetch_prefixes: bool

@@ -1,0 +1,286 @@
+"""One worker, prefill or decode: an engine, its KV memory, its transfers, its place in the cluster.
+
+Owns what both roles need and the order in which it comes up and goes down. Owns no RPC of a role: services/prefill
+and services/decode add theirs. Nothing listens before the model is loaded, so a bad model never opens a port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+from biphase.cache.hashing import root_hash
+from biphase.engine import Engine
+from biphase.errors import InvalidRequestError, UnavailableError
+from biphase.index.registry import NodeLoad, NodeRecord, new_incarnation
+from biphase.request import BlockHash, NodeId, Request
+from biphase.rpc.client import ChannelPool
+from biphase.rpc.server import Registration, RpcServer
+from biphase.rpc.v1 import blocks_pb2_grpc, node_pb2, node_pb2_grpc
+from biphase.telemetry.events import event_logger
+from biphase.transfer.holder import BlockHolderServicer
+from biphase.transfer.leases import LeaseTable
+from biphase.transfer.reader import BlockReader
+from biphase.transfer.server import BlockServer
+from biphase.worker.bridge import EngineBridge
+from biphase.worker.cluster import ClusterMembership
+from biphase.worker.core import WorkerCore
+from biphase.worker.identity import WorkerIdentity
+from biphase.worker.node import NodeServicer
+from biphase.worker.offers import BlockOffers
+from biphase.worker.prefixes import PrefixFetcher
+from biphase.worker.reads import finish_background
+from biphase.worker.settings import WorkerSettings
+
+log = event_logger(__name__)
+
+_SWEEP_SECONDS = 1.0
+# A node that is missing from the registry for so many looks in a row is gone; its leases end.
+_MISSED_LOOKS = 4
+
+
+class Worker:
+    """Built inside a running event loop; `start`, then `run_until_stopped`."""
+
+    def __init__(self, role: str, settings: WorkerSettings, core: WorkerCore) -> None:
+        self.role = role
+        self.settings = settings
+        self.core = core
+        self.node_id = NodeId(settings.node_id or f"{role}-{os.getpid()}")
+        self.incarnation = new_incarnation()
+        self.pool = core.pool
+        self.manager = core.manager
+        self.layout = core.layout
+        self.channels = ChannelPool()
+        self.leases = LeaseTable(core.pool, settings.lease_seconds)
+        self.bridge = EngineBridge(asyncio.get_running_loop())
+        self.engine = Engine(core.runner, core.manager, core.scheduler_config)
+        self._transports = (settings.require_transport,) if settings.require_transport else settings.transports
+        self.reader = BlockReader(
+            core.memory,
+            core.layout,
+            self.node_id,
+            self.incarnation,
+            transports=self._transports,
+            allow_fallback=not settings.require_transport,
+        )
+        self._state = "starting"
+        self._active: set[str] = set()
+        self._stop = asyncio.Event()
+        self._drain_seconds = settings.drain_timeout
+        self._started = time.monotonic()
+        self._missed: dict[tuple[NodeId, str], int] = {}
+
+    # ---- coming up
+
+    async def start(self, role_servicer: Registration) -> None:
+        """Opens the data plane and the gRPC port, and joins the cluster.
+
+        Raises:
+            ConfigError: a port is taken.
+        """
+        core = self.core
+        self.server = BlockServer(
+            core.memory,
+            core.pool,
+            core.layout,
+            self.node_id,
+            self.incarnation,
+            self.leases,
+            host=self.settings.host,
+            generations=core.generations,
+            transports=self._transports,
+        )
+        endpoint = self.server.endpoint
+        self.endpoint = endpoint.to_proto()
+        holder = BlockHolderServicer(core.pool, self.leases, core.layout, self.endpoint)
+        node = NodeServicer(self)
+        self._rpc = await RpcServer.start(
+            self.settings.host,
+            self.settings.port,
+            [
+                role_servicer,
+                lambda server: blocks_pb2_grpc.add_BlockHolderServicer_to_server(holder, server),
+                lambda server: node_pb2_grpc.add_NodeServicer_to_server(node, server),
+            ],
+        )
+        self.identity = WorkerIdentity(
+            node_id=self.node_id,
+            role=self.role,
+            incarnation=self.incarnation,
+            address=self._rpc.address,
+            layout=core.layout,
+            model=core.model,
+            endpoint=self.endpoint,
+            num_blocks=core.pool.num_blocks,
+            max_num_seqs=core.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=core.scheduler_config.max_num_batched_tokens,
+        )
+        self.cluster = ClusterMembership(
+            self.settings.redis_url, self.settings.cluster, self.identity, core.pool, self._record
+        )
+        self.prefixes = PrefixFetcher(
+            identity=self.identity,
+            engine=self.engine,
+            manager=core.manager,
+            index=self.cluster.view,
+            node_of=self.cluster.node,
+            channels=self.channels,
+            reader=self.reader,
+            timeout_seconds=self.settings.transfer_timeout_seconds,
+            enabled=self.settings.fetch_prefixes and self.settings.enable_prefix_caching,
+        )
+        self.offers = BlockOffers(
+            endpoint=self.endpoint,
+            pool=core.pool,
+            leases=self.leases,
+            channels=self.channels,
+            stores=self.cluster.stores if self.settings.offer_blocks else lambda: [],
+            is_stored=self.cluster.is_stored,
+        )
+        self.engine.start()
+        self._state = "ready"
+        self.cluster.start(self._on_nodes)
+        self._tasks = [asyncio.create_task(self._sweep_forever()), asyncio.create_task(self.offers.run())]
+        await self._rpc.set_serving(True)
+
+    # ---- serving
+
+    @contextlib.contextmanager
+    def accept(self, request: Request) -> Iterator[None]:
+        """Frames the work on one request; a draining worker takes none.
+
+        Raises:
+            UnavailableError: the worker is going down.
+        """
+        if self._state != "ready":
+            raise UnavailableError(f"{self.node_id} is {self._state} and takes no new requests")
+        self._active.add(request.request_id)
+        try:
+            yield
+        finally:
+            self._active.discard(request.request_id)
+
+    def check_token_ids(self, token_ids: Sequence[int]) -> None:
+        """
+        Raises:
+            InvalidRequestError: none, or one that the model does not have.
+        """
+        if not token_ids:
+            raise InvalidRequestError("the prompt has no tokens")
+        if max(token_ids) >= self.core.model.vocab_size:
+            raise InvalidRequestError(
+                f"token id {max(token_ids)} is not in the vocabulary of {self.core.model.vocab_size}"
+            )
+
+    def root_hash(self, cache_salt: str) -> BlockHash:
+        return root_hash(self.layout.namespace, cache_salt)
+
+    def offer(self, request: Request) -> None:
+        """Offers what the request left in this worker's cache to the block store."""
+        self.offers.put(request.block_hashes, request.cache_salt)
+
+    def has_prefill_nodes(self) -> bool:
+        """Whether the cluster has a prefill pool at all."""
+        return any(record.role == "prefill" for record in self.cluster.nodes)
+
+    def status(self) -> node_pb2.NodeStatus:
+        stats, leases = self.engine.stats(), self.leases.counts()
+        return node_pb2.NodeStatus(
+            state=self._state,
+            num_blocks=stats.num_blocks,
+            num_used_blocks=stats.num_used_blocks,
+            num_cached_blocks=stats.num_cached_blocks,
+            num_leased_blocks=leases.num_leased_blocks,
+            num_draining_blocks=stats.num_draining_blocks,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_waiting_for_remote_kv=stats.num_waiting_for_remote_kv,
+            num_queued_prefill_tokens=stats.num_queued_prefill_tokens,
+            prefill_tokens_per_second=stats.prefill_tokens_per_second,
+            decode_step_seconds=stats.decode_step_seconds,
+            num_prefix_cache_queries_tokens=stats.prefix_cache_queries_tokens,
+            num_prefix_cache_hits_tokens=stats.prefix_cache_hits_tokens,
+            num_preemptions=stats.num_preemptions,
+            uptime_seconds=time.monotonic() - self._started,
+            peers=[
+                node_pb2.PeerTransport(
+                    node_id=peer.node_id,
+                    transport=peer.transport,
+                    gigabytes_per_second=peer.gigabytes_per_second,
+                    bytes_read=peer.num_bytes,
+                )
+                for peer in self.reader.peers()
+            ],
+        )
+
+    def _record(self) -> NodeRecord:
+        stats = self.engine.stats()
+        return self.identity.record(
+            self._state,
+            NodeLoad(
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                num_waiting_for_remote_kv=stats.num_waiting_for_remote_kv,
+                num_blocks=stats.num_blocks,
+                num_used_blocks=stats.num_used_blocks,
+                num_cached_blocks=stats.num_cached_blocks,
+                num_queued_prefill_tokens=stats.num_queued_prefill_tokens,
+                prefill_tokens_per_second=stats.prefill_tokens_per_second,
+                decode_step_seconds=stats.decode_step_seconds,
+            ),
+        )
+
+    def _on_nodes(self, nodes: list[NodeRecord]) -> None:
+        """Ends the leases of readers that are gone, sooner than by expiry."""
+        alive = {(record.node_id, record.incarnation) for record in nodes}
+        for reader in self.leases.readers():
+            key = (NodeId(reader[0]), reader[1])
+            self._missed[key] = 0 if key in alive else self._missed.get(key, 0) + 1
+            if self._missed[key] >= _MISSED_LOOKS:
+                del self._missed[key]
+                self.leases.end_reader(*reader)
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            self.leases.sweep()
+
+    # ---- going down
+
+    def request_stop(self, drain_seconds: float | None = None) -> None:
+        """Starts the drain. Safe to call again."""
+        if drain_seconds is not None:
+            self._drain_seconds = drain_seconds
+        self._stop.set()
+
+    async def run_until_stopped(self) -> None:
+        """Returns when the worker was told to stop, running requests have ended and everything is closed."""
+        await self._stop.wait()
+        self._state = "draining"
+        log.info("draining", num_active=len(self._active), timeout_seconds=self._drain_seconds)
+        await self._rpc.set_serving(False)
+        await self.cluster.announce()
+        deadline = time.monotonic() + self._drain_seconds
+        # Readers may still fetch the last blocks of a prefill that has ended here.
+        while (self._active or self.leases.counts().num_leases) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if self._active:
+            log.warning("drain_timed_out", num_cancelled=len(self._active))
+        await self.cluster.leave()
+        await self._rpc.stop(0.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await finish_background(1.0)
+        await asyncio.to_thread(self._close)
+        await self.channels.close()
+        log.info("stopped")
+
+    def _close(self) -> None:
+        self.engine.shutdown()
+        self.reader.close()
+        self.server.close()

@@ -1,0 +1,262 @@
+"""The hand-off: a prompt's KV from a prefill worker into the blocks reserved here, chunk by chunk.
+
+Owns asking the candidates in order, reading blocks while the next chunk is computed, and the check that what came is
+what was asked for. What one candidate delivered and was verified is kept when the next one takes over; when nobody is
+left, the engine here computes the rest. No token leaves before the worker named token count and chain hash, and no
+decoding starts before every block is in and verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+
+from biphase.cache.hashing import commit_hash
+from biphase.engine import Reserved
+from biphase.errors import BiphaseError, DeadlineExceededError, TransferFailedError
+from biphase.request import Request
+from biphase.rpc.errors import from_rpc_error
+from biphase.rpc.messages import logprobs_from_proto, sampling_to_proto
+from biphase.rpc.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+from biphase.scheduler.output import SampledToken
+from biphase.telemetry.events import event_logger
+from biphase.transfer.channels import ReadResult
+from biphase.transfer.collector import BlockCollector
+from biphase.transfer.endpoint import Endpoint
+from biphase.worker.reads import HeldLease
+from biphase.worker.worker import Worker
+
+log = event_logger(__name__)
+
+_PrefillCall: TypeAlias = grpc.aio.UnaryStreamCall
+
+
+@dataclass(slots=True)
+class HandoffCounts:
+    """What reads of this request came to, over all candidates."""
+
+    num_failures: int = 0
+    num_bytes: int = 0
+    read_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    transport: str = "none"
+
+
+class Handoff:
+    """One request's hand-off. `run` once, after the engine reserved the blocks."""
+
+    def __init__(self, worker: Worker, request: Request, candidates: Sequence[decode_pb2.PrefillCandidate]) -> None:
+        self._worker = worker
+        self._request = request
+        self._candidates = candidates
+        self._token_ids = request.all_token_ids
+        self._counts = HandoffCounts()
+        self._done: prefill_pb2.PrefillDone | None = None
+        self._prefill_node_id = ""
+        # To be sent with the first token.
+        self.prompt_logprobs: list[common_pb2.TokenLogprobs] = []
+
+    async def run(self, reserved: Reserved) -> None:
+        """Fills the reserved blocks and lets the engine go on.
+
+        The caller holds references to the blocks until this returns. Cancelled: returns when no read is posted any
+        more, and the engine is not told.
+        """
+        worker, request = self._worker, self._request
+        engine, block_size = worker.engine, worker.settings.block_size
+        collector = BlockCollector(
+            request.block_hashes,
+            commit_hash(request.block_hashes, worker.root_hash(request.cache_salt), self._token_ids, block_size),
+            num_tokens=len(self._token_ids),
+            block_size=block_size,
+            dest_block_ids=reserved.block_ids,
+            first_index=reserved.num_cached_tokens // block_size,
+        )
+        for candidate in self._candidates:
+            collector.restart()
+            attempt = _Attempt(self, candidate, collector)
+            try:
+                done = await attempt.run()
+            except BiphaseError as error:
+                self._counts.num_failures += 1
+                log.warning(
+                    "handoff_failed",
+                    request_id=request.request_id,
+                    prefill_node=candidate.node_id,
+                    code=error.code.value,
+                    error=error.message,
+                    num_kept_tokens=collector.num_full_tokens,
+                )
+                continue
+            finally:
+                await attempt.quiesce()
+            self._done, self._prefill_node_id = done, candidate.node_id
+            self.prompt_logprobs = list(done.prompt_logprobs)
+            engine.kv_ready(
+                request.request_id,
+                num_valid_tokens=len(self._token_ids),
+                num_external_tokens=len(self._token_ids) - reserved.num_cached_tokens,
+                first_token=SampledToken(
+                    done.first_token_id,
+                    logprobs_from_proto(done.first_logprobs) if done.HasField("first_logprobs") else None,
+                ),
+            )
+            return
+        # The last token is computed here even if its block came: its logits are what is missing.
+        num_valid = min(collector.num_contiguous_tokens, len(self._token_ids) - 1)
+        log.warning("prefill_falls_back", request_id=request.request_id, num_kept_tokens=num_valid)
+        engine.kv_ready(
+            request.request_id,
+            num_valid_tokens=num_valid,
+            num_external_tokens=max(0, num_valid - reserved.num_cached_tokens),
+        )
+
+    def fill(self, report: common_pb2.RequestReport, num_tokens: int) -> None:
+        """Says in the report how the request's KV came about. Token counts add up to `num_tokens`."""
+        counts = self._counts
+        report.num_prefill_failures = counts.num_failures
+        report.transport = counts.transport
+        report.transfer_bytes = counts.num_bytes
+        report.transfer_seconds = counts.read_seconds
+        report.exposed_transfer_seconds = counts.exposed_seconds
+        if self._done is None:
+            report.prefill_mode, report.reason = "local", "prefill_failed"
+            report.prefill_node_id = report.decode_node_id
+            report.num_transferred_tokens = self._request.num_external_tokens
+            report.num_computed_tokens = num_tokens - report.num_cached_tokens
+            return
+        done = self._done
+        report.prefill_node_id = self._prefill_node_id
+        report.num_transferred_tokens = num_tokens - report.num_cached_tokens
+        # What the prefill worker had cached counts only beyond what decode had itself.
+        report.num_prefill_cached_tokens = max(0, done.num_cached_tokens - report.num_cached_tokens)
+        report.num_external_tokens = min(
+            done.num_external_tokens, num_tokens - report.num_cached_tokens - report.num_prefill_cached_tokens
+        )
+        report.num_computed_tokens = (
+            num_tokens - report.num_cached_tokens - report.num_prefill_cached_tokens - report.num_external_tokens
+        )
+        report.queue_seconds += done.queue_seconds
+        report.prefill_seconds = done.prefill_seconds
+
+    def message(self, num_held_tokens: int) -> prefill_pb2.PrefillRequest:
+        worker, request = self._worker, self._request
+        return prefill_pb2.PrefillRequest(
+            request_id=request.request_id,
+            token_ids=self._token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=sampling_to_proto(request.sampling),
+            num_held_tokens=num_held_tokens,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            layout=worker.layout.to_proto(),
+            reader_node_id=worker.node_id,
+            reader_incarnation=worker.incarnation,
+        )
+
+    def took(self, result: ReadResult) -> None:
+        self._counts.num_bytes += result.num_bytes
+        self._counts.read_seconds += result.seconds
+        if result.transport != "none":
+            self._counts.transport = result.transport
+
+    def exposed(self, seconds: float) -> None:
+        self._counts.exposed_seconds += seconds
+
+
+class _Attempt:
+    """One candidate's try: its Prefill call, the lease it gave, the reads of what it announced."""
+
+    def __init__(self, handoff: Handoff, candidate: decode_pb2.PrefillCandidate, collector: BlockCollector) -> None:
+        self._handoff = handoff
+        self._worker = handoff._worker
+        self._candidate = candidate
+        self._collector = collector
+        self._reads: set[asyncio.Future[ReadResult]] = set()
+        self._error: BiphaseError | None = None
+
+    async def run(self) -> prefill_pb2.PrefillDone:
+        """
+        Raises:
+            BiphaseError: the candidate refused, failed, fell silent, or delivered something else.
+        """
+        channel = self._worker.channels.get(self._candidate.address)
+        stub = prefill_pb2_grpc.PrefillStub(channel)
+        call = stub.Prefill(self._handoff.message(self._collector.num_full_tokens))
+        try:
+            accepted = (await self._next(call)).accepted
+            async with HeldLease(channel, accepted.lease_id, accepted.lease_seconds) as lease:
+                done = await self._collect(call, Endpoint.from_proto(accepted.endpoint), lease)
+                self._collector.commit(done.num_tokens, done.chain_hash)
+                started = time.monotonic()
+                await self._all_read()
+                self._handoff.exposed(time.monotonic() - started)
+                return done
+        finally:
+            call.cancel()
+
+    async def _collect(self, call: _PrefillCall, endpoint: Endpoint, lease: HeldLease) -> prefill_pb2.PrefillDone:
+        while True:
+            event = await self._next(call)
+            if event.HasField("done"):
+                return event.done
+            requests = self._collector.announce(event.blocks_committed.blocks)
+            if requests:
+                future = self._worker.reader.read(
+                    endpoint, lease.lease_id, requests, self._worker.settings.transfer_timeout_seconds
+                )
+                read = asyncio.wrap_future(future)
+                self._reads.add(read)
+                read.add_done_callback(self._take)
+
+    async def _next(self, call: _PrefillCall) -> prefill_pb2.PrefillResponse:
+        """The next message; an error when none comes for too long or a read has failed meanwhile."""
+        try:
+            async with asyncio.timeout(self._worker.settings.prefill_stall_seconds):
+                message = await call.read()
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{self._candidate.node_id} made no progress in {self._worker.settings.prefill_stall_seconds:g} s"
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self._candidate.node_id) from error
+        if self._error is not None:
+            raise self._error
+        if not isinstance(message, prefill_pb2.PrefillResponse):
+            # The stream ended; a failed call says why in its status.
+            code = await call.code()
+            details = await call.details()
+            raise TransferFailedError(f"{self._candidate.node_id} ended the prefill early: {code.name} {details}")
+        return message
+
+    def _take(self, read: asyncio.Future[ReadResult]) -> None:
+        if read.cancelled():
+            return
+        result = read.result()
+        self._handoff.took(result)
+        self._collector.verified(result.verified)
+        if result.error is not None and self._error is None:
+            self._error = result.error
+
+    async def _all_read(self) -> None:
+        if self._reads:
+            await asyncio.wait(self._reads)
+        if self._error is not None:
+            raise self._error
+        if not self._collector.is_complete:
+            raise TransferFailedError(f"not every block came from {self._candidate.node_id}")
+
+    async def quiesce(self) -> None:
+        """Returns when no read of this attempt is posted any more."""
+        pending = {read for read in self._reads if not read.done()}
+        while pending:
+            try:
+                _, pending = await asyncio.wait(pending)
+            except asyncio.CancelledError:
+                # Blocks must not be given up while bytes may land in them; reads end by their own deadline.
+                continue

@@ -1,0 +1,165 @@
+"""The Generate call: a prompt in, tokens out, whichever way its KV came to be here.
+
+Owns the call's life and the report of the path it took. The hand-off itself is `handoff`; the engine decides when
+anything runs. However the call ends, leaving it stops the work and frees the blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from biphase.engine import EngineEvent, Finished, Reserved, Tokens
+from biphase.errors import InternalError, InvalidRequestError, LayoutMismatchError
+from biphase.request import FinishReason, Request, RequestId
+from biphase.rpc.errors import stream_method
+from biphase.rpc.messages import logprobs_to_proto, sampling_from_proto
+from biphase.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from biphase.telemetry.events import event_logger
+from biphase.worker.bridge import EventQueue
+from biphase.worker.pins import IoPins
+from biphase.worker.worker import Worker
+from services.decode.handoff import Handoff
+from services.decode.mode import choose_prefill_mode
+
+log = event_logger(__name__)
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    @stream_method
+    async def Generate(
+        self, message: decode_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        worker = self._worker
+        if message.namespace and message.namespace != worker.layout.namespace:
+            raise LayoutMismatchError(
+                f"{worker.node_id} serves namespace {worker.layout.namespace.hex()[:12]}, "
+                f"the request was routed for {message.namespace.hex()[:12]}"
+            )
+        request = self._parse(message)
+        with worker.accept(request):
+            async for answer in self._run(request, list(message.prefill_candidates)):
+                yield answer
+
+    def _parse(self, message: decode_pb2.GenerateRequest) -> Request:
+        token_ids = list(message.token_ids)
+        self._worker.check_token_ids(token_ids)
+        if not 0 < message.num_prompt_tokens <= len(token_ids):
+            raise InvalidRequestError(f"num_prompt_tokens is {message.num_prompt_tokens} of {len(token_ids)} tokens")
+        return Request(
+            request_id=RequestId(message.request_id),
+            prompt_token_ids=token_ids[: message.num_prompt_tokens],
+            output_token_ids=token_ids[message.num_prompt_tokens :],
+            num_preset_output_tokens=len(token_ids) - message.num_prompt_tokens,
+            sampling=sampling_from_proto(message.sampling),
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+        )
+
+    async def _run(
+        self, request: Request, candidates: list[decode_pb2.PrefillCandidate]
+    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+        worker = self._worker
+        queue: EventQueue = asyncio.Queue()
+        pins = IoPins(worker.pool)
+        mode = choose_prefill_mode(worker, request, candidates)
+        # Decode fetches a shared prefix for itself only where it also computes the rest.
+        plan = None if mode.remote else worker.prefixes.plan(request)
+        request.awaits_kv = mode.remote or plan is not None
+        handoff = Handoff(worker, request, candidates) if mode.remote else None
+        loading: asyncio.Task[None] | None = None
+        report = common_pb2.RequestReport(
+            prefill_mode="remote" if mode.remote else "local",
+            reason=mode.reason,
+            prefill_node_id="" if mode.remote else worker.node_id,
+            decode_node_id=worker.node_id,
+            transport="none",
+        )
+
+        def sink(event: EngineEvent) -> None:
+            # In the engine's thread: once this returns, an abort may free the request's own references.
+            if isinstance(event, Reserved):
+                pins.take(event.block_ids)
+            worker.bridge.post(queue, event)
+
+        try:
+            worker.engine.add_request(request, sink)
+            first = True
+            while True:
+                event = await queue.get()
+                if isinstance(event, Reserved):
+                    if handoff is not None:
+                        loading = asyncio.create_task(handoff.run(event))
+                    elif plan is not None:
+                        loading = asyncio.create_task(worker.prefixes.load(request, plan, event))
+                elif isinstance(event, Tokens):
+                    answer = decode_pb2.GenerateResponse(
+                        token_ids=event.token_ids,
+                        logprobs=[logprobs_to_proto(entry) for entry in event.logprobs],
+                        prompt_logprobs=[logprobs_to_proto(entry) for entry in event.prompt_logprobs],
+                    )
+                    if first and event.token_ids:
+                        first = False
+                        self._complete(report, request, handoff)
+                        answer.report.CopyFrom(report)
+                    if handoff is not None and handoff.prompt_logprobs:
+                        answer.prompt_logprobs.extend(handoff.prompt_logprobs)
+                        handoff.prompt_logprobs = []
+                    yield answer
+                elif isinstance(event, Finished):
+                    if event.reason is FinishReason.ERROR:
+                        raise InternalError(f"{worker.node_id} failed {request.request_id}: {event.error}")
+                    self._complete(report, request, handoff)
+                    finish = decode_pb2.Finish(reason=event.reason.value)
+                    if event.stop_token_id is not None:
+                        finish.stop_token_id = event.stop_token_id
+                    yield decode_pb2.GenerateResponse(finish=finish, report=report)
+                    self._log_finished(request, report, event)
+                    worker.offer(request)
+                    return
+        finally:
+            worker.engine.abort(request.request_id)
+            if loading is not None:
+                loading.cancel()
+                await asyncio.wait([loading])
+            pins.release()
+
+    def _complete(self, report: common_pb2.RequestReport, request: Request, handoff: Handoff | None) -> None:
+        """Fills the report with what is known now. The four token counts always add up to the prompt's length."""
+        num_tokens = request.num_prompt_tokens + request.num_preset_output_tokens
+        report.num_cached_tokens = request.num_cached_tokens
+        report.num_preemptions = request.num_preemptions
+        if request.first_scheduled_time is not None:
+            report.queue_seconds = request.first_scheduled_time - request.arrival_time
+        if request.first_token_time is not None and request.first_scheduled_time is not None:
+            report.prefill_seconds = request.first_token_time - request.first_scheduled_time
+        if handoff is None:
+            report.num_external_tokens = request.num_external_tokens
+            report.num_computed_tokens = num_tokens - request.num_cached_tokens - request.num_external_tokens
+        else:
+            handoff.fill(report, num_tokens)
+
+    def _log_finished(self, request: Request, report: common_pb2.RequestReport, event: Finished) -> None:
+        log.info(
+            "request_finished",
+            request_id=request.request_id,
+            reason=event.reason.value,
+            prefill_mode=report.prefill_mode,
+            mode_reason=report.reason,
+            prefill_node=report.prefill_node_id,
+            transport=report.transport,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
+            num_cached_tokens=report.num_cached_tokens,
+            num_transferred_tokens=report.num_transferred_tokens,
+            num_prefill_cached_tokens=report.num_prefill_cached_tokens,
+            num_external_tokens=report.num_external_tokens,
+            num_computed_tokens=report.num_computed_tokens,
+            exposed_transfer_seconds=report.exposed_transfer_seconds,
+            seconds=time.monotonic() - request.arrival_time,
+        )

@@ -1,0 +1,109 @@
+"""Token for token: disaggregated == aggregated == transformers, float32, greedy. This test stays for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from biphase.model.source import resolve_model
+from tests.e2e.stack import Stack, running_stack
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+MAX_TOKENS = 12
+# Around block and chunk borders (16 and 512), one token, and long.
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 127, 200, 256, 300, 511, 512, 513, 700, 1025, 1800, 3000)
+FLAGS = ("--dtype", "float32", "--kv-cache-bytes", "512MiB", "--max-num-seqs", "32")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Real text: its greedy continuations have clear margins. Half of them share their beginning."""
+    source = resolve_model("")
+    tokenizer = AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
+    text = Path(__file__).parents[2].joinpath("LICENSE").read_text()
+    ids = tokenizer(text * 3)["input_ids"]
+    return [ids[(0 if number % 2 else 137 * number) :][:length] for number, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    source = resolve_model("")
+    model = AutoModelForCausalLM.from_pretrained(
+        source.path.parent,
+        gguf_file=source.path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            output = model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS
+            )
+            answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.fixture(scope="module", params=["aggregated", "disaggregated", "two-by-two"])
+def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    pools = {"aggregated": ("0", "1"), "disaggregated": ("1", "1"), "two-by-two": ("2", "2")}[request.param]
+    with running_stack("--prefill", pools[0], "--decode", pools[1], *FLAGS) as running:
+        running.mode = request.param  # type: ignore[attr-defined]
+        yield running
+
+
+def complete(stack: Stack, prompt: list[int], request_id: str) -> list[int]:
+    answer = stack.post(
+        "/v1/completions",
+        {
+            "prompt": prompt,
+            "max_tokens": MAX_TOKENS,
+            "min_tokens": MAX_TOKENS,
+            "temperature": 0,
+            "return_token_ids": True,
+            "request_id": request_id,
+        },
+    )
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def test_one_after_another(stack: Stack, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    for number, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
+        assert complete(stack, prompt, f"single-{number}") == tokens, f"prompt of {len(prompt)} tokens"
+
+
+def test_sixteen_at_once(stack: Stack, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda n: complete(stack, prompts[n], f"many-{n}"), range(len(prompts))))
+    wrong = [len(prompts[n]) for n, answer in enumerate(answers) if answer != expected[n]]
+    assert not wrong, f"prompts of these lengths differ: {wrong}"
+
+
+def test_status_tells_how_each_request_went(stack: Stack, prompts: list[list[int]]) -> None:
+    """Blocks crossed between processes for every cold prompt, and every prompt token is accounted for."""
+    reports = {entry["request_id"]: entry for entry in stack.status()["requests"]}
+    for number, prompt in enumerate(prompts):
+        for kind in ("single", "many"):
+            report = reports[next(key for key in reports if f"{kind}-{number}" == key.rsplit("cmpl-", 1)[-1].removesuffix("-0"))]
+            parts = ("num_cached_tokens", "num_prefill_cached_tokens", "num_external_tokens", "num_computed_tokens")
+            assert sum(report[part] for part in parts) == len(prompt), report
+            if stack.mode != "aggregated" and kind == "single":  # type: ignore[attr-defined]
+                assert report["prefill_mode"] == "remote", report
+                assert report["num_transferred_tokens"] + report["num_cached_tokens"] == len(prompt), report
+                assert report["transport"] in ("tcp", "shm"), report
+                assert report["transfer_bytes"] > 0, report
+            if stack.mode == "aggregated":  # type: ignore[attr-defined]
+                assert report["prefill_mode"] == "local", report
+
+
+def test_blocks_return_when_idle(stack: Stack) -> None:
+    for node in stack.status()["nodes"]:
+        if node["role"] in ("prefill", "decode"):
+            assert node["blocks"]["used"] == node["blocks"]["leased"] == 0, node
