@@ -50,9 +50,12 @@ class _DecodeGroup:
     """Sequences with one query token each and of similar length, padded to the longest."""
 
     rows: Tensor  # int64 [num_seqs], rows of q
-    block_ids: Tensor  # int64 [num_seqs, num_blocks]; where a sequence is shorter, any valid block
+    # int64 [num_seqs, num_blocks]; past a shorter sequence, the longest one's first block, which is full.
+    block_ids: Tensor
     seq_lens: Tensor  # int64 [num_seqs, 1]
     key_at: Tensor  # int64 [1, num_blocks * block_size]
+    last_block: Tensor  # int64 [num_seqs], index in block_ids of the sequence's own last block
+    unused: Tensor  # bool [num_seqs, block_size], slots of that block that hold no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +90,19 @@ class PagedAttention:
     def _group(
         self, members: list[int], starts: list[int], lengths: list[int], block_tables: Tensor, block_size: int
     ) -> _DecodeGroup:
-        num_blocks = -(-max(lengths[i] for i in members) // block_size)
+        # Members come longest first.
+        num_blocks = -(-lengths[members[0]] // block_size)
         table = block_tables[members, :num_blocks].long()
-        own_blocks = torch.tensor([-(-lengths[i] // block_size) for i in members], device=table.device)
-        padding = torch.arange(num_blocks, device=table.device) >= own_blocks.unsqueeze(1)
+        seq_lens = torch.tensor([lengths[i] for i in members], device=self._device).unsqueeze(1)
+        own_blocks = (seq_lens + block_size - 1) // block_size
+        padding = torch.arange(num_blocks, device=self._device) >= own_blocks
         return _DecodeGroup(
             torch.tensor([starts[i] for i in members], device=self._device),
-            torch.where(padding, table[:, :1], table),
-            torch.tensor([lengths[i] for i in members], device=self._device).unsqueeze(1),
+            torch.where(padding, table[0, 0], table),
+            seq_lens,
             torch.arange(num_blocks * block_size, device=self._device).unsqueeze(0),
+            own_blocks.squeeze(1) - 1,
+            torch.arange(block_size, device=self._device) >= seq_lens - (own_blocks - 1) * block_size,
         )
 
     def __call__(
@@ -156,13 +163,25 @@ def _decode(
     hidden = group.key_at >= group.seq_lens  # [num_seqs, num_keys]
     if window is not None:
         hidden = hidden | (group.key_at < group.seq_lens - window)
-    # [num_seqs, blocks, 2, kv_heads, block_size, dim] -> 2 x [num_seqs, kv_heads, keys, dim]
-    both = (
-        kv_cache[:, layer][group.block_ids].permute(2, 0, 3, 1, 4, 5).reshape(2, num_seqs, num_kv_heads, -1, head_dim)
-    )
-    # Unused slots may hold NaN, and 0 * NaN is NaN: they are cleared, not only masked.
-    both = both.masked_fill_(hidden.view(1, num_seqs, 1, -1, 1), 0).to(q.dtype)
+    both = _gather(kv_cache, layer, group).to(q.dtype)
     grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = softcap((grouped @ both[0].transpose(2, 3)).float() * scale, cap)
     weights = scores.masked_fill_(hidden.view(num_seqs, 1, 1, -1), float("-inf")).softmax(-1).to(q.dtype)
     return (weights @ both[1]).view(num_seqs, num_heads, head_dim)
+
+
+def _gather(kv_cache: Tensor, layer: int, group: _DecodeGroup) -> Tensor:
+    """K and V of a group, [2, num_seqs, num_kv_heads, num_keys, head_dim], finite wherever the used slots are."""
+    _, num_layers, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    num_seqs, num_blocks = group.block_ids.shape
+    # One row is one head's K (or V) of one block: taken in the order in which they are wanted, copied once.
+    firsts = (group.block_ids * num_layers + layer) * (2 * num_kv_heads)
+    inner = torch.arange(2 * num_kv_heads, device=kv_cache.device).view(2, 1, num_kv_heads, 1)
+    rows = (firsts.view(1, num_seqs, 1, num_blocks) + inner).flatten()
+    both = kv_cache.view(-1, block_size * head_dim).index_select(0, rows)
+    blocks = both.view(2, num_seqs, num_kv_heads, num_blocks, block_size, head_dim)
+    # Unused slots may hold NaN, and 0 * NaN is NaN: they are cleared, not only masked.
+    sequences = torch.arange(num_seqs, device=kv_cache.device)
+    last = blocks[:, sequences, :, group.last_block]  # [num_seqs, 2, num_kv_heads, block_size, head_dim]
+    blocks[:, sequences, :, group.last_block] = last.masked_fill_(group.unused.view(num_seqs, 1, 1, -1, 1), 0)
+    return blocks.view(2, num_seqs, num_kv_heads, -1, head_dim)
