@@ -1,0 +1,125 @@
+"""Chat completions: chunks and whole answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from biphase.tokenizer.tokenizer import ModelTokenizer
+from services.gateway.domain import Generation
+from services.gateway.frames.choice import Choice
+from services.gateway.frames.text import event, json_string
+from services.gateway.frames.usage import Usage
+from services.gateway.logprobs import LogprobWriter
+from services.gateway.sequence_text import Delta
+
+
+class ChatFrames:
+    """Implements Frames. Everything that is the same in all chunks is written once."""
+
+    def __init__(self, generation: Generation, tokenizer: ModelTokenizer, fingerprint: str) -> None:
+        self._generation = generation
+        self._options = generation.answer
+        self._fingerprint = fingerprint
+        self._writer = LogprobWriter(tokenizer, tokens_as_ids=self._options.tokens_as_ids)
+        self._head = (
+            f'data: {{"id":{json_string(generation.response_id)},"object":"chat.completion.chunk",'
+            f'"created":{generation.created},"model":{json_string(generation.model)},"choices":[{{"index":'
+        )
+        # A chunk of text alone, which is nearly every one, is two constants around the text.
+        self._plain = self._options.logprobs is None and not self._options.return_token_ids
+        self._heads: dict[int, str] = {}
+
+    def begin(self, choice: Choice, usage: Usage | None) -> bytes:
+        chosen: dict[str, Any] = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        chunk = self._chunk([chosen], usage)
+        if self._options.return_token_ids:
+            chunk["prompt_token_ids"] = list(choice.prompt.token_ids)
+        return event(chunk)
+
+    def delta(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
+        if self._plain and usage is None and delta.finish_reason is None:
+            head = self._heads.get(choice.index)
+            if head is None:
+                head = self._heads[choice.index] = f'{self._head}{choice.index},"delta":{{"content":'
+            return f'{head}{json_string(delta.text)}}},"logprobs":null,"finish_reason":null}}]}}\n\n'.encode()
+        content: dict[str, Any] = {}
+        if delta.text or delta.finish_reason is None:
+            content["content"] = delta.text
+        chosen: dict[str, Any] = {
+            "index": choice.index,
+            "delta": content,
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            chosen["stop_reason"] = delta.stop_reason
+        if self._options.return_token_ids:
+            chosen["token_ids"] = list(delta.token_ids)
+        return event(self._chunk([chosen], usage))
+
+    def usage(self, usage: Usage) -> bytes:
+        return event(self._chunk([], usage) | {"system_fingerprint": self._fingerprint})
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
+        chunk: dict[str, Any] = {
+            "id": self._generation.response_id,
+            "object": "chat.completion.chunk",
+            "created": self._generation.created,
+            "model": self._generation.model,
+            "choices": choices,
+        }
+        if usage is not None:
+            chunk["usage"] = usage.to_object()
+        return chunk
+
+    def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any] | None:
+        if self._options.logprobs is None or not entries:
+            return None
+        return {"content": self._writer.chat(entries, self._options.logprobs)}
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        first = choices[0]
+        prompt_ids = first.prompt.token_ids
+        prompt_logprobs = None
+        if self._options.prompt_logprobs is not None:
+            prompt_logprobs = self._writer.prompt(prompt_ids, first.prompt_logprobs, self._options.prompt_logprobs)
+        return {
+            "id": self._generation.response_id,
+            "object": "chat.completion",
+            "created": self._generation.created,
+            "model": self._generation.model,
+            "choices": [self._choice(choice) for choice in choices],
+            "service_tier": None,
+            "system_fingerprint": self._fingerprint,
+            "usage": usage.to_object(),
+            "prompt_logprobs": prompt_logprobs,
+            "prompt_token_ids": list(prompt_ids) if self._options.return_token_ids else None,
+            "kv_transfer_params": None,
+        }
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        logprobs = self._logprobs(choice.logprobs)
+        if logprobs is None and self._options.logprobs is not None:
+            logprobs = {"content": []}
+        return {
+            "index": choice.index,
+            "message": {
+                "role": "assistant",
+                "content": choice.text,
+                "refusal": None,
+                "annotations": None,
+                "audio": None,
+                "function_call": None,
+                "reasoning": None,
+            },
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if self._options.return_token_ids else None,
+        }

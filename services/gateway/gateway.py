@@ -1,0 +1,150 @@
+"""The gateway's parts, put together: what a request needs is reached from here. Owns their start and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from biphase import __version__
+from biphase.errors import UnavailableError
+from biphase.index.connection import connect
+from biphase.index.registry import NodeRecord, Registry, RegistryWatch, keep_alive, new_incarnation
+from biphase.request import NodeId
+from biphase.rpc.client import ChannelPool
+from biphase.telemetry.events import event_logger
+from biphase.telemetry.metrics import GatewayMetrics
+from biphase.tokenizer.loader import LoadedTokenizer
+from services.gateway.admission import AdmissionQueue
+from services.gateway.auth import ApiKeys
+from services.gateway.dispatch import Dispatcher
+from services.gateway.domain import Limits
+from services.gateway.model import ServedModel
+from services.gateway.nodes import NodeDirectory
+from services.gateway.recorder import Recorder
+from services.gateway.routing.policies import policy_named
+from services.gateway.routing.policy import PrefixHolders
+from services.gateway.routing.router import Router
+from services.gateway.routing.speculation import SpeculativeHolders
+from services.gateway.settings import GatewaySettings
+from services.gateway.sse import SlowReaders
+
+log = event_logger(__name__)
+
+# What was sent is believed to be cached for so long: until the index tells, or without one for a few minutes.
+_EXPECTED_WITH_INDEX_SECONDS = 10.0
+_EXPECTED_ALONE_SECONDS = 300.0
+
+
+class Gateway:
+    """One per process. `start` and `close` run in the event loop that serves.
+
+    Args:
+        loaded: the model's tokenizer.
+        names: what clients may call the model.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        loaded: LoadedTokenizer,
+        names: tuple[str, ...],
+        root: str,
+        *,
+        index: PrefixHolders | None = None,
+    ) -> None:
+        self.settings = settings
+        self.incarnation = new_incarnation()
+        self.node_id = settings.node_id or f"gateway-{os.getpid()}"
+        self.model = ServedModel(loaded, names, root)
+        self.keys = ApiKeys(settings.api_key, settings.api_key_file)
+        self.metrics = GatewayMetrics(CollectorRegistry(), names[0])
+        self.recorder = Recorder(self.metrics)
+        self.channels = ChannelPool()
+        self.nodes = NodeDirectory(self.channels, max_model_len=settings.max_model_len)
+        policy = policy_named(settings.routing_policy)
+        lifetime = _EXPECTED_ALONE_SECONDS if index is None else _EXPECTED_WITH_INDEX_SECONDS
+        self.router = Router(
+            self.nodes,
+            policy,
+            speculation=SpeculativeHolders(lifetime_seconds=lifetime),
+            index=index,
+            max_backlog_tokens=settings.max_prefill_backlog_tokens,
+            observe=lambda decision: self.metrics.routed(policy.name, decision.reason),
+        )
+        self.queue = AdmissionQueue(self.router, max_waiting=settings.max_queue, prefill_rate=self._prefill_rate)
+        self.nodes.on_change = self.queue.wake
+        self.dispatcher = Dispatcher(
+            self.channels, self.queue, max_retries=settings.max_retries, on_move=self.metrics.moved
+        )
+        self.slow_readers = SlowReaders(settings.slow_reader_seconds)
+        self.fingerprint = f"biphase-{__version__}-{secrets.token_hex(4)}"
+        self.started = time.time()
+        self.draining = False
+        # "host:port", once it listens.
+        self.address = ""
+        self._redis: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Begins to look for workers. Returns at once; requests are answered 503 until one is there."""
+        self.nodes.add_static((*self.settings.decode_nodes, *self.settings.prefill_nodes))
+        self._tasks.append(asyncio.create_task(self.slow_readers.run()))
+        if self.settings.redis_url:
+            self._redis = connect(self.settings.redis_url)
+            registry = Registry(self._redis, self.settings.cluster)
+            watch = RegistryWatch(registry)
+            watch.subscribe(self.nodes.on_registry)
+            self._tasks.append(asyncio.create_task(watch.run()))
+            self._tasks.append(asyncio.create_task(keep_alive(registry, self._record)))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.nodes.close()
+        await self.channels.close()
+        if self._redis is not None:
+            with contextlib.suppress(Exception):
+                await self._redis.aclose()
+        self.model.close()
+
+    def _record(self) -> NodeRecord:
+        return NodeRecord(
+            node_id=NodeId(self.node_id),
+            role="gateway",
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            address=self.address,
+            state="draining" if self.draining else "ready",
+            model=self.model.root,
+            served_names=self.model.names,
+            version=__version__,
+        )
+
+    def limits(self) -> Limits:
+        """
+        Raises:
+            UnavailableError: no decode worker is there to say.
+        """
+        limits = self.nodes.limits(max_logprobs=self.settings.max_logprobs, max_sequences=self.settings.max_n)
+        if limits is None:
+            raise UnavailableError("No decode worker is available.")
+        return limits
+
+    def max_model_len(self) -> int | None:
+        limits = self.nodes.limits(max_logprobs=0, max_sequences=1)
+        return limits.max_model_len if limits is not None else self.settings.max_model_len or None
+
+    @property
+    def is_serving(self) -> bool:
+        return not self.draining and bool(self.nodes.usable("decode"))
+
+    def _prefill_rate(self) -> float:
+        pool = self.nodes.usable("prefill") or self.nodes.usable("decode")
+        return sum(node.status.prefill_tokens_per_second for node in pool)

@@ -1,0 +1,61 @@
+"""What stands around every route: request ids and API keys. Plain ASGI: no task and no copy for each message."""
+
+from __future__ import annotations
+
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from biphase.errors import UnauthorizedError
+from services.gateway.auth import ApiKeys
+from services.gateway.http_errors import response_of
+from services.gateway.parsing.identity import clean_client_id
+
+REQUEST_ID_HEADER = "x-request-id"
+
+
+class RequestIds:
+    """X-Request-Id of every request: the client's, or one made here. It goes back with the answer.
+
+    `scope["state"]["client_id"]` has the client's own, or "".
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = clean_client_id(Headers(scope=scope).get(REQUEST_ID_HEADER))
+        scope.setdefault("state", {})["client_id"] = given
+        shown = given or secrets.token_hex(12)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = shown
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Authentication:
+    """Asks for an API key on everything under /v1."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys.required and _is_guarded(scope["path"]):
+            try:
+                self._keys.check(Headers(scope=scope).get("authorization"))
+            except UnauthorizedError as error:
+                await response_of(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_guarded(path: str) -> bool:
+    return path == "/v1" or path.startswith("/v1/")

@@ -1,0 +1,196 @@
+"""The worker processes the gateway can use: who they are, how they are, and what it has given them.
+
+Owns one monitor per address that asks GetInfo once and GetStatus every second, and this gateway's own count of what is
+in flight. Addresses come from the registry or from flags; when the registry is away the last known ones are still
+probed, so losing it takes nobody out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from biphase.index.registry import NodeRecord
+from biphase.rpc.client import ChannelPool
+from biphase.rpc.v1 import node_pb2, node_pb2_grpc
+from biphase.telemetry.events import event_logger
+from services.gateway.domain import Limits
+
+log = event_logger(__name__)
+
+PROBE_SECONDS = 1.0
+_PROBE_TIMEOUT_SECONDS = 2.0
+# So many probes may fail before a node gets no new work.
+_TOLERATED_PROBES = 2
+# After a failed call a node is left alone for so long, unless a probe shows it well.
+_SUSPEND_SECONDS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One worker as this gateway sees it. `info` is None until it has answered once."""
+
+    address: str
+    info: node_pb2.NodeInfo | None = None
+    status: node_pb2.NodeStatus = field(default_factory=node_pb2.NodeStatus)
+    failed_probes: int = 0
+    suspended_until: float = 0.0
+    # Sequences this gateway has running there, and their uncached prompt tokens still to be computed there.
+    num_in_flight: int = 0
+    num_prefill_tokens_in_flight: int = 0
+    # The registry says that it is on its way out.
+    leaving: bool = False
+
+    @property
+    def node_id(self) -> str:
+        return self.info.node_id if self.info is not None else ""
+
+    @property
+    def role(self) -> str:
+        return self.info.role if self.info is not None else ""
+
+    @property
+    def incarnation(self) -> str:
+        return self.info.incarnation if self.info is not None else ""
+
+    @property
+    def namespace(self) -> bytes:
+        return self.info.layout.namespace if self.info is not None else b""
+
+    @property
+    def block_size(self) -> int:
+        return self.info.layout.block_size_tokens if self.info is not None else 0
+
+    @property
+    def state(self) -> str:
+        if self.info is None or self.failed_probes > _TOLERATED_PROBES:
+            return "unreachable"
+        return "draining" if self.leaving else self.status.state or "starting"
+
+    def is_usable(self, now: float) -> bool:
+        """Whether new work may go there."""
+        return self.info is not None and self.state == "ready" and now >= self.suspended_until
+
+    def suspend(self) -> None:
+        """A call to it failed: leave it alone until it has answered a probe, or for a moment."""
+        self.suspended_until = time.monotonic() + _SUSPEND_SECONDS
+        self.failed_probes = max(self.failed_probes, 1)
+
+
+class NodeDirectory:
+    """All nodes, kept current by one task per address. For one event loop."""
+
+    def __init__(self, channels: ChannelPool, *, max_model_len: int = 0, probe_seconds: float = PROBE_SECONDS) -> None:
+        self._channels = channels
+        self._max_model_len = max_model_len
+        self._probe_seconds = probe_seconds
+        self._nodes: dict[str, Node] = {}
+        self._monitors: dict[str, asyncio.Task[None]] = {}
+        self._static: frozenset[str] = frozenset()
+        # Called when a node becomes usable or free; the admission queue looks again then.
+        self.on_change: Callable[[], None] = lambda: None
+
+    def add_static(self, addresses: Iterable[str]) -> None:
+        self._static |= frozenset(addresses)
+        for address in self._static:
+            self._watch(address)
+
+    def on_registry(self, records: Sequence[NodeRecord]) -> None:
+        """Takes the registry's list: new addresses are watched, absent ones dropped, new incarnations asked anew."""
+        listed = {record.address: record for record in records if record.role != "gateway" and record.address}
+        for address, record in listed.items():
+            node = self._watch(address)
+            node.leaving = record.state == "draining"
+            if node.info is not None and node.incarnation != record.incarnation:
+                node.info = None
+        for address in set(self._nodes) - set(listed) - self._static:
+            self._drop(address)
+
+    def _watch(self, address: str) -> Node:
+        node = self._nodes.get(address)
+        if node is None:
+            node = self._nodes[address] = Node(address)
+            self._monitors[address] = asyncio.get_running_loop().create_task(self._monitor(node))
+        return node
+
+    def _drop(self, address: str) -> None:
+        node = self._nodes.pop(address)
+        self._monitors.pop(address).cancel()
+        log.info("node_gone", node=node.node_id, address=address)
+
+    async def close(self) -> None:
+        monitors = list(self._monitors.values())
+        for task in monitors:
+            task.cancel()
+        await asyncio.gather(*monitors, return_exceptions=True)
+        self._monitors.clear()
+        self._nodes.clear()
+
+    async def _monitor(self, node: Node) -> None:
+        stub: Any = node_pb2_grpc.NodeStub(self._channels.get(node.address))
+        while True:
+            before = node.state
+            try:
+                await self._probe(node, stub)
+            except grpc.aio.AioRpcError as error:
+                node.failed_probes += 1
+                if node.failed_probes == _TOLERATED_PROBES + 1:
+                    reason = error.code().name
+                    log.warning("node_unreachable", node=node.node_id, address=node.address, reason=reason)
+                    # Whoever answers here next may be another process.
+                    node.info = None
+            if node.state != before:
+                self.on_change()
+            # Nodes that are not there yet are asked more often: the first request may be waiting.
+            await asyncio.sleep(self._probe_seconds if node.info is not None else self._probe_seconds / 4)
+
+    async def _probe(self, node: Node, stub: Any) -> None:
+        if node.info is None or node.failed_probes:
+            info = await stub.GetInfo(node_pb2.GetInfoRequest(), timeout=_PROBE_TIMEOUT_SECONDS)
+            if info.incarnation != node.incarnation:
+                log.info("node_found", node=info.node_id, role=info.role, address=node.address,
+                         incarnation=info.incarnation)  # fmt: skip
+                node.num_prefill_tokens_in_flight = 0
+            node.info = info
+        node.status = await stub.GetStatus(node_pb2.GetStatusRequest(), timeout=_PROBE_TIMEOUT_SECONDS)
+        node.failed_probes = 0
+        node.suspended_until = 0.0
+
+    @property
+    def nodes(self) -> list[Node]:
+        return sorted(self._nodes.values(), key=lambda node: (node.role, node.node_id, node.address))
+
+    def usable(self, role: str, *, namespace: bytes | None = None) -> list[Node]:
+        now = time.monotonic()
+        return [
+            node
+            for node in self._nodes.values()
+            if node.role == role and node.is_usable(now) and namespace in (None, node.namespace)
+        ]
+
+    def served_names(self) -> tuple[str, ...]:
+        """Names that the decode workers were started with."""
+        for node in self.usable("decode"):
+            if node.info is not None and node.info.model.served_names:
+                return tuple(node.info.model.served_names)
+        return ()
+
+    def limits(self, *, max_logprobs: int, max_sequences: int) -> Limits | None:
+        """What every usable decode worker can do; None when there is none."""
+        infos = [node.info for node in self.usable("decode") if node.info is not None]
+        if not infos:
+            return None
+        lengths = [info.model.max_model_len_tokens for info in infos]
+        if self._max_model_len:
+            lengths.append(self._max_model_len)
+        return Limits(
+            max_model_len=min(lengths),
+            vocab_size=min(info.model.vocab_size for info in infos),
+            max_logprobs=max_logprobs,
+            max_sequences=max_sequences,
+        )

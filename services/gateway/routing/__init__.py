@@ -1,0 +1,1 @@
+"""Which decode worker runs a sequence and which prefill workers it may ask: policies, and what they know."""

@@ -1,0 +1,76 @@
+"""Settings of the gateway: flags and BIPHASE_* variables. vLLM's names where vLLM has the setting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from biphase.settings import (
+    API_FLAGS,
+    COMMON_FLAGS,
+    MODEL_FLAGS,
+    Flag,
+    boolean,
+    non_negative,
+    num_bytes,
+    positive,
+    positive_seconds,
+)
+
+DEFAULT_PORT = 8000
+
+GATEWAY_FLAGS = (
+    *(replace(flag, default=DEFAULT_PORT) if flag.name == "port" else flag for flag in COMMON_FLAGS),
+    *MODEL_FLAGS,
+    *API_FLAGS,
+    Flag("api-key-file", str, "", "file with one key a line; read again when it changes"),
+    Flag("decode-nodes", str, (), "host:port of decode workers, when there is no registry", many=True),
+    Flag("prefill-nodes", str, (), "host:port of prefill workers, when there is no registry", many=True),
+    Flag("routing-policy", str, "cost", "how workers are chosen", choices=("cost", "round_robin", "least_loaded")),
+    Flag("max-queue", positive, 1024, "sequences that may wait for a worker; more are answered 429"),
+    Flag("max-prefill-backlog-tokens", non_negative, 0,
+         "uncached prompt tokens sent ahead to one prefill worker; 0: two of its steps"),
+    Flag("request-timeout", positive_seconds, 600.0, "seconds a request may take altogether"),
+    Flag("max-retries", non_negative, 3, "other decode workers to try when one fails a request"),
+    Flag("max-request-bytes", num_bytes, 32 * 2**20, "largest request body"),
+    Flag("max-n", positive, 16384, "largest n of a request, and of sequences in one request"),
+    Flag("max-logprobs", non_negative, 20, "most alternatives with each token"),
+    Flag("slow-reader-seconds", positive_seconds, 60.0, "a stream whose client reads nothing for so long is ended"),
+    Flag("allowed-origins", str, ("*",), "CORS origins", many=True),
+    Flag("allow-credentials", boolean, False, "CORS credentials"),
+    Flag("disable-docs", boolean, False, "no /docs and /openapi.json"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """One field per flag in GATEWAY_FLAGS; see there for meaning and units."""
+
+    ready_fd: int | None
+    host: str
+    port: int
+    node_id: str
+    redis_url: str
+    cluster: str
+    log_format: str
+    log_level: str
+    drain_timeout: float
+    model: str
+    served_model_name: tuple[str, ...]
+    max_model_len: int
+    api_key: tuple[str, ...]
+    chat_template: str
+    api_key_file: str
+    decode_nodes: tuple[str, ...]
+    prefill_nodes: tuple[str, ...]
+    routing_policy: str
+    max_queue: int
+    max_prefill_backlog_tokens: int
+    request_timeout: float
+    max_retries: int
+    max_request_bytes: int
+    max_n: int
+    max_logprobs: int
+    slow_reader_seconds: float
+    allowed_origins: tuple[str, ...]
+    allow_credentials: bool
+    disable_docs: bool
