@@ -18,6 +18,7 @@ from biphase.errors import InvalidRequestError, UnavailableError
 from biphase.index.registry import NodeLoad, NodeRecord, new_incarnation
 from biphase.request import BlockHash, NodeId, Request
 from biphase.rpc.client import ChannelPool
+from biphase.rpc.node import NodeServicer
 from biphase.rpc.server import Registration, RpcServer
 from biphase.rpc.v1 import blocks_pb2_grpc, node_pb2, node_pb2_grpc
 from biphase.telemetry.events import event_logger
@@ -29,7 +30,6 @@ from biphase.worker.bridge import EngineBridge
 from biphase.worker.cluster import ClusterMembership
 from biphase.worker.core import WorkerCore
 from biphase.worker.identity import WorkerIdentity
-from biphase.worker.node import NodeServicer
 from biphase.worker.offers import BlockOffers
 from biphase.worker.prefixes import PrefixFetcher
 from biphase.worker.reads import finish_background
@@ -97,7 +97,7 @@ class Worker:
         endpoint = self.server.endpoint
         self.endpoint = endpoint.to_proto()
         holder = BlockHolderServicer(core.pool, self.leases, core.layout, self.endpoint)
-        node = NodeServicer(self)
+        node = NodeServicer(lambda: self.identity.info(), self.status, self.request_stop)
         self._rpc = await RpcServer.start(
             self.settings.host,
             self.settings.port,
