@@ -86,11 +86,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_tiny(name: str, folder: Path, *, seed: int = 0, max_shard_size: str = "5GB") -> Path:
-    """Makes the family's checkpoint in `folder`, float32, with weights large enough that layers matter."""
+def save_tiny(name: str, folder: Path, *, max_shard_size: str = "5GB", **more: Any) -> Path:
+    """Makes the family's checkpoint in `folder`, float32, with weights large enough that layers matter.
+
+    `more` are configuration values that differ from the family's entry.
+    """
     class_name, changes = FAMILIES[name]
-    torch.manual_seed(seed)
-    config = getattr(transformers, class_name)(**(SHAPE | changes))
+    torch.manual_seed(0)
+    config = getattr(transformers, class_name)(**(SHAPE | changes | more))
     model = AutoModel.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

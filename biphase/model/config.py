@@ -98,6 +98,9 @@ class Config:
         kind = str(fields.get("rope_type") or fields.get("type") or "default")
         if kind == "default":
             return RopeSpec(theta, rotary_dim)
+        if kind == "factors":
+            numbered = ((f"{i:04d}", float(factor)) for i, factor in enumerate(fields["factors"]))
+            return RopeSpec(theta, rotary_dim, kind, tuple(numbered))
         if kind not in _ROPE_SCALINGS:
             known = ", ".join(("default", *_ROPE_SCALINGS))
             raise ModelLoadError(f"config.json: rope scaling {kind!r} is not supported; supported are {known}.")

@@ -7,11 +7,13 @@ config only. Stdlib only.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 from biphase.errors import ModelLoadError
 from biphase.model.gguf_file import GGUFFile
+from biphase.model.tensor_entry import TensorEntry
 
 # general.architecture -> the architecture that reads it. GGUF files of Mistral say "llama".
 ARCHITECTURES = {
@@ -93,7 +95,17 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     ends = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     config["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
     config.update(_rope_scaling(name, metadata))
+    if (factors := file.tensors.get("rope_freqs.weight")) is not None:
+        config["rope_scaling"] = {"rope_type": "factors", "factors": _float32(factors)}
     return config
+
+
+def _float32(entry: TensorEntry) -> list[float]:
+    if entry.encoding != "F32":
+        raise ModelLoadError(f"{entry.path}: tensor {entry.name} is encoded as {entry.encoding}; F32 is expected.")
+    with entry.path.open("rb") as file:
+        file.seek(entry.offset)
+        return list(struct.unpack(f"<{entry.num_bytes // 4}f", file.read(entry.num_bytes)))
 
 
 def _rope_scaling(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:

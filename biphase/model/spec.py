@@ -30,9 +30,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding, half-split (NeoX) pairing. `scaling` is one of "none", "linear", "llama3", "yarn".
+    """Rotary embedding, half-split (NeoX) pairing. `scaling` is one of "none", "linear", "llama3", "yarn", "factors".
 
-    `params` are the scaling's numbers as the checkpoint names them, sorted by name.
+    `params` are the scaling's numbers as the checkpoint names them, sorted by name. What they mean is said in
+    `kernels.reference.rotary_frequencies`.
     """
 
     theta: float

@@ -16,8 +16,7 @@ GEMMA_LAYER_NAMES = {
 def gemma_spec(config: Config, **changes: object) -> ModelSpec:
     """What Gemma 2 and 3 have in common."""
     head_dim = config.positive("head_dim", 256)
-    # The 27B models scale queries by hidden_size / num_heads; GGUF does not record it.
-    scalar = config.real("query_pre_attn_scalar", 256 if not config.from_gguf else head_dim)
+    scalar = config.real("query_pre_attn_scalar", _scalar_of_gguf(config, head_dim) if config.from_gguf else 256)
     bias = config.flag("attention_bias")
     fields: dict[str, object] = {
         "head_dim": head_dim,
@@ -32,6 +31,12 @@ def gemma_spec(config: Config, **changes: object) -> ModelSpec:
         "tie_word_embeddings": config.flag("tie_word_embeddings", default=True),
     }
     return decoder_spec(config, **(fields | changes))
+
+
+def _scalar_of_gguf(config: Config, head_dim: int) -> float:
+    # GGUF does not record it. As llama.cpp has it: the two 27B models, known by their depth, differ from the rest.
+    is_27b = config.positive("num_hidden_layers") in (46, 62)
+    return config.positive("hidden_size") / config.positive("num_attention_heads") if is_27b else head_dim
 
 
 def _spec(config: Config) -> ModelSpec:
