@@ -91,7 +91,9 @@ def test_status_tells_how_each_request_went(stack: Stack, prompts: list[list[int
     reports = {entry["request_id"]: entry for entry in stack.status()["requests"]}
     for number, prompt in enumerate(prompts):
         for kind in ("single", "many"):
-            report = reports[next(key for key in reports if f"{kind}-{number}" == key.rsplit("cmpl-", 1)[-1].removesuffix("-0"))]
+            report = reports[
+                next(key for key in reports if f"{kind}-{number}" == key.rsplit("cmpl-", 1)[-1].removesuffix("-0"))
+            ]
             parts = ("num_cached_tokens", "num_prefill_cached_tokens", "num_external_tokens", "num_computed_tokens")
             assert sum(report[part] for part in parts) == len(prompt), report
             if stack.mode != "aggregated" and kind == "single":  # type: ignore[attr-defined]
