@@ -123,11 +123,12 @@ class ModelRunner:
             span = _Span(
                 row, scheduled.num_computed_tokens, scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
             )
-            last_logits: Tensor | None = None
-            if row.request.sampling.prompt_logprobs is not None and span.start < row.request.num_prompt_tokens:
-                last_logits = self._run_with_prompt_logprobs(span, out)
+            request = row.request
+            # Wanted once: a request that has output was preempted, or moved here, after it got them.
+            if request.sampling.prompt_logprobs is not None and not request.output_token_ids:
+                logits = self._run_with_prompt_logprobs(span, out)
                 if scheduled.samples:
-                    self._sample(last_logits, [row], out)
+                    self._sample(logits, [row], out)
                 continue
             spans.append(span)
             num_tokens += span.end - span.start

@@ -103,7 +103,10 @@ def test_prompt_logprobs_equal_one_whole_pass(tiny_model: LoadedModel, chunk: in
     tokens = stepper.generate([asking, other], chunk=chunk)
     assert tokens[0] == tokens[1]
     found = [item for out in stepper.outputs for item in out.prompt_logprobs.get(asking.request_id, [])]
+    # Not again when the prompt is computed anew after output was given.
     assert len(found) == len(prompt) - 1
+    asking.num_computed_tokens = 0
+    assert stepper.step([asking]).prompt_logprobs == {}
     # One token at a time through a fresh cache gives the distribution at each position.
     check = Stepper(tiny_model)
     replayed = requests_of([prompt[:1]], SamplingParams(max_tokens=200, logprobs=2))[0]
