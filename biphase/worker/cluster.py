@@ -97,9 +97,12 @@ class ClusterMembership:
         """Takes the node and its blocks out of registry and index."""
         if self._publisher is not None:
             await self._publisher.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        pending = set(self._tasks)
+        while pending:
+            for task in pending:
+                task.cancel()
+            # Again where it had no effect: a cancellation that meets a time-out of the Redis client's is lost in it.
+            _, pending = await asyncio.wait(pending, timeout=0.2)
         if self._redis is not None:
             await self._redis.aclose()
 
