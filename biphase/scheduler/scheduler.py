@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from heapq import merge
 
 from biphase.cache.manager import KVCacheManager
 from biphase.errors import BiphaseError, InternalError
@@ -159,13 +160,16 @@ class Scheduler:
     def _schedule_prompts(self, prompts: list[Request], budget: int, output: SchedulerOutput) -> None:
         """Hands `budget` tokens to prompts in progress and, as long as nobody lacks blocks, to waiting requests.
 
-        Under fcfs and priority those in progress come first. Under shortest_first all are in one order, and a step
-        that completes a prompt carries no chunk of one that it does not complete: that would only delay the first.
+        Both stand in one order, the policy's. Under shortest_first a step that completes a prompt carries no chunk of
+        one that it does not complete: that would only delay the first.
         """
         now = self._clock()
-        order = prompts + self.places.waiting.requests
+        waiting = list(self.places.waiting.requests)
+        order: Iterable[Request]
         if self._is_shortest_first:
-            order = shortest_first(order, self.config.ageing_seconds, now)
+            order = shortest_first(prompts + waiting, self.config.ageing_seconds, now)
+        else:
+            order = merge(prompts, waiting, key=self.places.waiting.rank)
         unserved = list(prompts)
         may_admit = not output.preempted
         completes = False
@@ -313,5 +317,6 @@ class Scheduler:
             has_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV)
             assert self._manager.has_blocks(request) == has_blocks
             assert request.num_computed_tokens < request.num_tokens
+            assert request.num_computed_tokens == 0 or has_blocks
             assert not has_blocks or self._manager.num_unused_slots(request) >= 0
         self._manager.check_integrity()

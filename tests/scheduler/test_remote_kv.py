@@ -54,6 +54,7 @@ def test_computes_what_did_not_arrive_and_at_least_one_token() -> None:
         bench.runner.receive(bench.manager.block_ids(a), a.prompt_token_ids, 0, num_valid)
         bench.scheduler.kv_ready(a.request_id, num_valid, num_valid)
         assert bench.step() == {"a": left}
+        assert a.num_external_tokens == min(num_valid, 11)
         bench.run()
         assert bench.tokens("a") == expected_tokens(a.prompt_token_ids, a.sampling)
 

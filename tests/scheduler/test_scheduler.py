@@ -161,6 +161,30 @@ def test_logprobs_travel_with_their_tokens() -> None:
     assert tokens == [Tokens((4,), (entry,), (entry,) * 9), Tokens((5,), (entry,))]
 
 
+def test_logprobs_of_a_prompt_computed_twice_come_once() -> None:
+    bench = Bench(num_blocks=12, max_num_batched_tokens=8)
+    bench.add("a", 8, max_tokens=35)
+    bench.step()
+    p = bench.add("p", 24, sampling=SamplingParams(max_tokens=1, prompt_logprobs=0))
+    lease: list[int] = []
+    while "p" not in bench.finished():
+        output = bench.schedule()
+        result = bench.runner.execute(output) if output.scheduled else RunnerOutput()
+        for s in output.scheduled:
+            stop = s.num_computed_tokens + s.num_scheduled_tokens
+            entries = [TokenLogprobs((n,), (0.0,), 1) for n in range(max(1, s.num_computed_tokens), stop)]
+            result.prompt_logprobs[s.request.request_id] = entries
+        bench.scheduler.update_from_output(output, result)
+        if p.num_computed_tokens == 14 and not p.num_preemptions and not lease:
+            lease = bench.pool.allocate(bench.pool.num_free) or []  # someone takes what p was promised
+        elif p.num_preemptions:
+            bench.pool.release(lease)
+            lease = []
+    assert p.num_preemptions == 1
+    (tokens,) = [e for who, e in bench.events if who == "p" and isinstance(e, Tokens)]
+    assert [entry.token_ids[0] for entry in tokens.prompt_logprobs] == list(range(1, 24))
+
+
 def test_a_moved_stream_counts_its_tokens() -> None:
     sampling = SamplingParams(max_tokens=12)
     whole = expected_tokens(range(97_000, 97_006), sampling)
