@@ -19,7 +19,10 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / "libbiphase_cpu.so"
 
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-DNDEBUG")
+# No contraction: a fused multiply-add is written where it is meant, or results would depend on how code is inlined.
+_FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off",
+)  # fmt: skip
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
 # The instruction sets that a source needs beyond the machine's baseline; which one runs is chosen at run time.
 _X86_SOURCES = {

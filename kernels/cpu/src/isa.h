@@ -10,7 +10,7 @@ namespace {
 
 template <class T>
 constexpr biphase::Kernels kKernels = {
-    embed<T>, norm<T>, norm_add, gemm<T>, rope_store<T>, attention<T>, kGroups * kLanes, AttentionScratch<T>::bytes,
+    embed<T>, norm<T>, norm_add, gemm<T>, rope_store<T>, attention<T>, kTiles * kLanes, attention_scratch_bytes<T>,
 };
 
 inline const biphase::Kernels* kernels_of(int32_t dtype) {

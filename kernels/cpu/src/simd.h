@@ -152,6 +152,15 @@ inline float sum_lanes(vf v) {
     return lanes[0];
 }
 
+inline float max_lanes(vf v) {
+    float lanes[VL];
+    storef(lanes, v);
+    for (int width = VL / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    }
+    return lanes[0];
+}
+
 // 2^x for x <= 127, to 2 ulp; 0 for x <= -127 and for -inf. Degree 6 on [-0.5, 0.5].
 inline vf exp2_of(vf x) {
     x = vmax(x, setf(-127.0f));

@@ -1,0 +1,126 @@
+// What both attention kernels share: where a unit's queries, keys and values lie.
+#pragma once
+
+#include "micro.h"
+#include "rows.h"
+
+namespace BP_NS {
+namespace {
+
+// Keys in a block of the online softmax, at multiples of this position whatever the query.
+constexpr int kKeys = 64;
+constexpr int kLanes = kTileColumns;
+// Below any score; finite, so that differences of two are no NaN.
+constexpr float kNoScore = -1e30f;
+
+// Where K and V of up to kKeys keys lie.
+template <class T>
+struct KeyRows {
+    const T* k[kKeys];
+    const T* v[kKeys];
+    int count;
+};
+
+// Asks for rows of `bytes` bytes ahead of their use.
+template <class T>
+inline void prefetch_rows(const T* const* rows, int count, int bytes) {
+    for (int i = 0; i < count; ++i) {
+        for (int at = 0; at < bytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(rows[i]) + at, 0, 3);
+    }
+}
+
+// A unit's place in the batch and in the cache. A row is a (token, head of the group) pair.
+struct UnitPlace {
+    const int32_t* table;
+    int query0, position0, group, kv_head, block_size;
+
+    UnitPlace(const Program& program, const AttentionUnit& unit) {
+        const bp_step& step = program.step;
+        const int s = unit.sequence;
+        table = step.block_tables + static_cast<int64_t>(s) * step.block_table_stride;
+        query0 = step.query_start_loc[s];
+        position0 = step.seq_lens[s] - (step.query_start_loc[s + 1] - query0);
+        group = program.model.num_heads / program.model.num_kv_heads;
+        kv_head = unit.kv_head;
+        block_size = program.model.block_size;
+    }
+
+    int position(int row) const { return position0 + row / group; }
+
+    // The first key of the block in which the row's window begins.
+    int first_block(int window, int row) const {
+        const int first = window > 0 ? position(row) - window + 1 : 0;
+        return first > 0 ? first / kKeys * kKeys : 0;
+    }
+
+    template <class T>
+    const T* query_row(const bp_op& op, const bp_model& m, int row) const {
+        return static_cast<const T*>(op.in) + static_cast<int64_t>(query0 + row / group) * op.in_stride +
+               (kv_head * group + row % group) * m.head_dim;
+    }
+
+    template <class T>
+    T* output_row(const bp_op& op, const bp_model& m, int row) const {
+        return static_cast<T*>(op.out) + static_cast<int64_t>(query0 + row / group) * op.out_stride +
+               (kv_head * group + row % group) * m.head_dim;
+    }
+
+    // Addresses of the K and V rows of keys [key0, key0 + count), the last repeated up to a multiple of VL.
+    template <class T>
+    void cache_rows(const bp_model& m, int layer, int key0, int count, KeyRows<T>& rows) const {
+        const int64_t step = static_cast<int64_t>(m.num_kv_heads) * m.block_size * m.head_dim;
+        for (int i = 0; i < count;) {
+            const int offset = (key0 + i) % block_size, run = run_at(key0 + i, count - i);
+            const T* row = cache_row<T>(m, table[(key0 + i) / block_size], layer, 0, kv_head, offset);
+            for (int j = 0; j < run; ++j, row += m.head_dim) {
+                rows.k[i + j] = row;
+                rows.v[i + j] = row + step;
+            }
+            i += run;
+        }
+        rows.count = count;
+        for (int i = count; i % VL != 0; ++i) {
+            rows.k[i] = rows.k[count - 1];
+            rows.v[i] = rows.v[count - 1];
+        }
+    }
+
+    // Keys from `key` that lie in one cache block, `left` at most.
+    int run_at(int key, int left) const {
+        const int run = block_size - key % block_size;
+        return run < left ? run : left;
+    }
+};
+
+#if defined(__AVX512BW__)
+// Picks (a[0], b[0], a[1], b[1], ...) out of two vectors of 32.
+alignas(64) constexpr uint16_t kInterleave[64] = {
+    0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
+    16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+#endif
+
+// Interleaves V's rows by pairs, [keys / 2][d] units; a missing last row is zero.
+inline void pair_values(const bf16* const* rows, int count, int d, uint32_t* out) {
+    for (int key = 0; key < count; key += 2, out += d) {
+        const bf16* low = rows[key];
+        const bf16* high = key + 1 < count ? rows[key + 1] : nullptr;
+        int i = 0;
+#if defined(__AVX512BW__)
+        const __m512i first = _mm512_load_si512(kInterleave), second = _mm512_load_si512(kInterleave + 32);
+        for (; i + 32 <= d; i += 32) {
+            __m512i a = _mm512_loadu_si512(low + i), b = high ? _mm512_loadu_si512(high + i) : _mm512_setzero_si512();
+            _mm512_storeu_si512(out + i, _mm512_permutex2var_epi16(a, first, b));
+            _mm512_storeu_si512(out + i + 16, _mm512_permutex2var_epi16(a, second, b));
+        }
+#endif
+        for (; i + VL <= d; i += VL) {
+            vu pair = __builtin_convertvector(load_as<vh>(low + i), vu);
+            if (high) pair |= __builtin_convertvector(load_as<vh>(high + i), vu) << 16;
+            std::memcpy(out + i, &pair, sizeof pair);
+        }
+        for (; i < d; ++i) out[i] = low[i] | (high ? static_cast<uint32_t>(high[i]) << 16 : 0u);
+    }
+}
+
+}  // namespace
+}  // namespace BP_NS
