@@ -11,7 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from biphase import __version__
 from services.gateway import http_errors
 from services.gateway.gateway import Gateway
-from services.gateway.middleware import Authentication, RequestIds
+from services.gateway.middleware import Authentication, OpenRequests, RequestIds
 from services.gateway.routes import generate, models, operations, tokens
 
 
@@ -40,6 +40,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     for group in (generate, models, tokens, operations):
         app.include_router(group.routes(gateway))
     # The last one added stands outermost: every answer, refusals too, gets CORS headers and a request id.
+    app.add_middleware(OpenRequests, recorder=gateway.recorder)
     app.add_middleware(Authentication, keys=gateway.keys)
     app.add_middleware(RequestIds)
     app.add_middleware(

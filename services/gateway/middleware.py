@@ -1,4 +1,7 @@
-"""What stands around every route: request ids and API keys. Plain ASGI: no task and no copy for each message."""
+"""What stands around every route: request ids, API keys, the count of open requests.
+
+Plain ASGI: no task and no copy for each message.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from biphase.errors import UnauthorizedError
 from services.gateway.auth import ApiKeys
 from services.gateway.http_errors import response_of
 from services.gateway.parsing.identity import clean_client_id
+from services.gateway.recorder import Recorder
 
 REQUEST_ID_HEADER = "x-request-id"
 
@@ -55,6 +59,24 @@ class Authentication:
                 await response_of(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class OpenRequests:
+    """Counts the requests for text that are being answered, streams until their end."""
+
+    def __init__(self, app: ASGIApp, recorder: Recorder) -> None:
+        self._app = app
+        self._recorder = recorder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not _is_guarded(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        self._recorder.num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._recorder.num_open -= 1
 
 
 def _is_guarded(path: str) -> bool:

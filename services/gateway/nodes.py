@@ -91,13 +91,13 @@ class NodeDirectory:
         self._probe_seconds = probe_seconds
         self._nodes: dict[str, Node] = {}
         self._monitors: dict[str, asyncio.Task[None]] = {}
-        self._static: frozenset[str] = frozenset()
+        self._static: list[str] = []
         # Called when a node becomes usable or free; the admission queue looks again then.
         self.on_change: Callable[[], None] = lambda: None
 
     def add_static(self, addresses: Iterable[str]) -> None:
-        self._static |= frozenset(addresses)
-        for address in self._static:
+        for address in addresses:
+            self._static.append(address)
             self._watch(address)
 
     def on_registry(self, records: Sequence[NodeRecord]) -> None:
@@ -108,7 +108,7 @@ class NodeDirectory:
             node.leaving = record.state == "draining"
             if node.info is not None and node.incarnation != record.incarnation:
                 node.info = None
-        for address in set(self._nodes) - set(listed) - self._static:
+        for address in set(self._nodes) - set(listed) - set(self._static):
             self._drop(address)
 
     def _watch(self, address: str) -> Node:

@@ -1,0 +1,245 @@
+"""What happens to sequences when workers die, refuse, fill up, and when clients go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from biphase.errors import LayoutMismatchError, OverloadedError
+from tests.fakes import FakeDecode, free_port
+from tests.services.gateway.conftest import TEXT, StartGateway, finishes, text_of
+
+Says = Callable[..., FakeDecode]
+
+
+@pytest.mark.parametrize("dies_after", [1, 3, 7])
+async def test_a_stream_goes_on_at_another_worker(start_gateway: StartGateway, says: Says, dies_after: int) -> None:
+    """No token lost, none doubled, and the client sees nothing of it."""
+    workers = [says(dies_after=dies_after, delay_seconds=0.01), says(delay_seconds=0.002)]
+    running = await start_gateway(*workers, routing_policy="round_robin")
+    expected = None
+    for _ in range(2):
+        chunks = await running.stream(max_tokens=14, logprobs=True, top_logprobs=1, seed=5)
+        if expected is None:
+            expected = text_of(chunks)
+        assert text_of(chunks) == expected == TEXT[: len(expected)] and finishes(chunks) == {0: ["length"]}
+        entries = [c["logprobs"] for chunk in chunks for c in chunk["choices"]]
+        assert sum(len(entry["content"]) for entry in entries if entry) == 14
+    moved = [seen.request for seen in workers[1].seen if len(seen.request.token_ids) > seen.request.num_prompt_tokens]
+    (request,) = moved
+    assert len(request.token_ids) == request.num_prompt_tokens + dies_after
+    original = workers[0].seen[0].request
+    assert request.sampling == original.sampling and request.request_id == original.request_id
+    metrics = (await running.client.get("/metrics")).text
+    assert 'biphase:migrations_total{code="unavailable"} 1.0' in metrics
+
+
+async def test_prompt_logprobs_are_not_doubled_by_a_move(start_gateway: StartGateway, says: Says) -> None:
+    workers = [says(dies_after=2, delay_seconds=0.01), says()]
+    running = await start_gateway(*workers, routing_policy="round_robin")
+    body = (await running.complete(echo=True, logprobs=1, max_tokens=6)).json()
+    (choice,) = body["choices"]
+    assert len(choice["logprobs"]["tokens"]) == 3 + 6 and choice["text"].startswith("The sky is Paris is the")
+    assert not workers[1].seen[0].request.sampling.HasField("prompt_logprobs")
+
+
+async def test_a_worker_that_died_after_its_last_token(start_gateway: StartGateway, says: Says) -> None:
+    workers = [says(dies_after=8), says()]
+    running = await start_gateway(*workers, routing_policy="round_robin")
+    body = (await running.chat(max_tokens=8)).json()
+    assert body["choices"][0]["finish_reason"] == "length" and body["usage"]["completion_tokens"] == 8
+    assert workers[1].seen == []
+
+
+async def test_the_only_worker_comes_back(start_gateway: StartGateway, says: Says) -> None:
+    port = free_port()
+    worker = says(dies_after=3)
+    await worker.start(port)
+    running = await start_gateway(worker)
+    stream = asyncio.create_task(running.stream(max_tokens=9))
+    await running.settle(lambda: worker._server is None)
+    again = says()
+    await again.start(port)
+    running.workers.append(again)
+    chunks = await stream
+    await again.stop()
+    assert text_of(chunks) == TEXT[: len(text_of(chunks))] and finishes(chunks) == {0: ["length"]}
+    assert len(again.seen) == 1
+
+
+async def test_retries_are_bounded(start_gateway: StartGateway, says: Says) -> None:
+    workers = [says(dies_after=1) for _ in range(3)]
+    running = await start_gateway(*workers, max_retries=1, routing_policy="round_robin")
+    chunks = await running.stream(max_tokens=9)
+    assert chunks[-1]["error"]["code"] == 503
+    assert sum(len(worker.seen) for worker in workers) == 2
+
+
+async def test_a_refusal_is_taken_elsewhere(start_gateway: StartGateway, says: Says) -> None:
+    for error in (OverloadedError("full"), LayoutMismatchError("other namespace")):
+        workers = [says(refuses=error), says()]
+        running = await start_gateway(*workers, routing_policy="round_robin")
+        for _ in range(2):
+            assert (await running.chat()).status_code == 200
+        assert len(workers[0].seen) >= 1 and len(workers[1].seen) == 2
+
+
+async def test_a_client_that_goes_away_ends_the_work(start_gateway: StartGateway, says: Says) -> None:
+    worker = says(delay_seconds=0.02)
+    running = await start_gateway(worker)
+    for stream in (True, False):
+        for n in (1, 3):
+            body = {"prompt": "x", "max_tokens": 1000, "stream": stream, "n": n, "temperature": 1}
+            request = asyncio.create_task(running.client.post("/v1/completions", json=body))
+            await running.settle(lambda n=n: worker.num_running == n)
+            request.cancel()
+            await running.settle(lambda: worker.num_running == 0, 2.0)
+            assert all(seen.cancelled for seen in worker.seen)
+    await running.settle(lambda: running.gateway.dispatcher.num_running == 0)
+    assert running.gateway.recorder.num_open == 0
+    rows = (await running.client.get("/status")).json()["requests"]
+    assert {row["finish_reason"] for row in rows} == {"abort"} and len(rows) == 8
+
+
+async def test_a_client_that_goes_away_while_it_waits(start_gateway: StartGateway, says: Says) -> None:
+    worker = says(max_num_seqs=1, delay_seconds=0.01)
+    running = await start_gateway(worker)
+    first = asyncio.create_task(running.chat(max_tokens=60))
+    await running.settle(lambda: worker.num_running == 1)
+    second = asyncio.create_task(running.chat())
+    await running.settle(lambda: running.gateway.queue.num_waiting == 1)
+    second.cancel()
+    await running.settle(lambda: running.gateway.queue.num_waiting == 0)
+    assert (await first).status_code == 200
+    assert (await running.chat()).status_code == 200
+    assert len(worker.seen) == 2
+
+
+async def test_a_full_queue_is_a_429(start_gateway: StartGateway, says: Says) -> None:
+    worker = says(max_num_seqs=2, delay_seconds=0.02)
+    running = await start_gateway(worker, max_queue=3)
+    requests = [asyncio.create_task(running.chat(max_tokens=10)) for _ in range(12)]
+    responses = await asyncio.gather(*requests)
+    codes = [response.status_code for response in responses]
+    assert codes.count(200) >= 5 and set(codes) == {200, 429}
+    (refused, *_) = [response for response in responses if response.status_code == 429]
+    assert int(refused.headers["retry-after"]) >= 1 and refused.json()["error"]["type"] == "RateLimitError"
+    assert running.gateway.dispatcher.num_running == 0 and worker.num_running == 0
+
+
+async def test_no_more_sequences_than_a_worker_takes(start_gateway: StartGateway, says: Says) -> None:
+    workers = [says(max_num_seqs=3, delay_seconds=0.005) for _ in range(2)]
+    running = await start_gateway(*workers)
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, *(worker.num_running for worker in workers))
+            await asyncio.sleep(0.002)
+
+    watching = asyncio.create_task(watch())
+    responses = await asyncio.gather(*(running.chat(max_tokens=5) for _ in range(30)))
+    watching.cancel()
+    assert all(response.status_code == 200 for response in responses) and most <= 3
+    assert all(len(worker.seen) >= 10 for worker in workers)
+
+
+async def test_prefill_backlog_holds_requests_in_the_gateway(start_gateway: StartGateway, says: Says) -> None:
+    """A request goes out when a prefill worker is about to be free, shortest first among those that wait."""
+    decode = says(first_delay_seconds=0.15)
+    running = await start_gateway(decode, says(role="prefill"), max_prefill_backlog_tokens=64)
+
+    async def one(length: int) -> None:
+        assert (await running.complete(prompt=[length] * length, max_tokens=1)).status_code == 200
+
+    tasks = [asyncio.create_task(one(100))]
+    await running.settle(lambda: decode.num_running == 1)
+    for length in (90, 30, 60):
+        tasks.append(asyncio.create_task(one(length)))
+        await asyncio.sleep(0.005)
+    assert running.gateway.queue.num_waiting == 3
+    await asyncio.gather(*tasks)
+    assert [len(seen.request.token_ids) for seen in decode.seen] == [100, 30, 60, 90]
+
+
+async def test_deadline(start_gateway: StartGateway, says: Says) -> None:
+    running = await start_gateway(says(first_delay_seconds=5), request_timeout=0.3)
+    response = await running.chat()
+    assert response.status_code == 504 and response.json()["error"]["code"] == 504
+    full = await start_gateway(says(max_num_seqs=1, delay_seconds=0.1), request_timeout=0.5)
+    first = asyncio.create_task(full.chat(max_tokens=100))
+    await asyncio.sleep(0.1)
+    assert (await full.chat()).status_code == 504
+    assert (await first).status_code == 504
+
+
+async def test_choices_follow_the_first_to_its_worker(start_gateway: StartGateway, says: Says) -> None:
+    workers = [says(delay_seconds=0.01) for _ in range(3)]
+    running = await start_gateway(*workers)
+    await running.complete(prompt=[7] * 40, n=4, temperature=1, max_tokens=4)
+    counts = sorted(len(worker.seen) for worker in workers)
+    assert counts == [0, 0, 4]
+
+
+async def test_a_slow_reader_is_ended(start_gateway: StartGateway, says: Says) -> None:
+    worker = says("word " * 200, max_model_len=10**6, tokens_per_message=64)
+    running = await start_gateway(worker, slow_reader_seconds=0.5)
+    # Large parts, so that the buffers of the connections between fill quickly.
+    body = json.dumps({"prompt": "x", "max_tokens": 900_000, "stream": True, "logprobs": 20})
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", running.port))
+        client.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        await running.settle(lambda: worker.num_running == 1)
+        # A bystander is served meanwhile.
+        assert (await running.chat()).status_code == 200
+        await running.settle(lambda: worker.num_running == 0, 10.0)
+        assert worker.seen[0].cancelled
+
+
+async def test_drain_finishes_streams_and_refuses_new_work(start_gateway: StartGateway, says: Says) -> None:
+    running = await start_gateway(says(delay_seconds=0.02))
+    stream = asyncio.create_task(running.stream(max_tokens=20))
+    await running.settle(lambda: running.gateway.dispatcher.num_running == 1)
+    running.server._on_signal(15)
+    assert not running.gateway.is_serving
+    chunks = await stream
+    assert finishes(chunks) == {0: ["length"]}
+    async with httpx.AsyncClient() as other:
+        with pytest.raises(httpx.ConnectError):
+            await other.get(f"http://127.0.0.1:{running.port}/health")
+
+
+async def test_nodes_come_and_go(start_gateway: StartGateway, says: Says) -> None:
+    first, second = says(), says()
+    running = await start_gateway(first, second)
+    directory = running.gateway.nodes
+    first.state = "draining"
+    await running.settle(lambda: len(directory.usable("decode")) == 1)
+    assert (await running.chat()).status_code == 200 and len(second.seen) == 1
+    await second.stop()
+    await running.settle(lambda: directory.usable("decode") == [], 8.0)
+    first.state = "ready"
+    await running.settle(lambda: len(directory.usable("decode")) == 1)
+    assert (await running.chat()).status_code == 200
+
+
+async def test_two_namespaces_side_by_side(start_gateway: StartGateway, says: Says) -> None:
+    old, new = says(namespace=b"o" * 32), says(namespace=b"p" * 32)
+    prefills = [says(role="prefill", namespace=b"o" * 32), says(role="prefill", namespace=b"p" * 32)]
+    running = await start_gateway(old, new, *prefills)
+    for _ in range(4):
+        assert (await running.chat()).status_code == 200
+    for decode, prefill in ((old, prefills[0]), (new, prefills[1])):
+        for seen in decode.seen:
+            assert seen.request.namespace == decode.namespace
+            assert {c.node_id for c in seen.request.prefill_candidates} == {prefill.node_id}
