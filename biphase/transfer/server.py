@@ -82,22 +82,26 @@ class BlockServer:
         self._sender = BlockSender(memory, pool, leases, self._count)
         self._welcome = Welcome(memory.num_blocks, self._sender.batch_blocks)
         self._shm: ShmHost | None = None
-        tcp_address = shm_address = ""
-        offered = []
-        if "shm" in transports and generations is not None and host_id():
-            assert pool.generations is generations.table, "the pool counts generations somewhere else"
-            self._shm = ShmHost(memory, generations)
-            shm_address = f"biphase-{node_id}-{incarnation}"[:100]
-            self._listen(socket.AF_UNIX, "\0" + shm_address, self._serve_shm)
-            offered.append("shm")
-        if "tcp" in transports:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            bound = self._listen(family, (host, port), self._serve_tcp)[1]
-            name = advertise_host or host
-            tcp_address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
-            offered.append("tcp")
+        offered: dict[str, str] = {}
+        try:
+            if "shm" in transports and generations is not None and host_id():
+                assert pool.generations is generations.table, "the pool counts generations somewhere else"
+                self._shm = ShmHost(memory, generations)
+                offered["shm"] = f"biphase-{incarnation}-{node_id}"[:100]
+                self._listen(socket.AF_UNIX, "\0" + offered["shm"], self._serve_shm)
+            if "tcp" in transports:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                bound = self._listen(family, (host, port), self._serve_tcp)
+                name = advertise_host or host
+                offered["tcp"] = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
+        except BaseException:
+            for listener, _ in self._listeners:
+                listener.close()
+            raise
         ordered = tuple(name for name in transports if name in offered)
-        self.endpoint = Endpoint(node_id, incarnation, tcp_address, ordered, layout, shm_address, host_id())
+        self.endpoint = Endpoint(
+            node_id, incarnation, offered.get("tcp", ""), ordered, layout, offered.get("shm", ""), host_id()
+        )
         for _, thread in self._listeners:
             thread.start()
 
@@ -123,7 +127,8 @@ class BlockServer:
         if self._shm is not None:
             self._shm.close()
 
-    def _listen(self, family: int, address: object, serve: Callable[[DeadlineSocket, str], None]) -> tuple[str, int]:
+    def _listen(self, family: int, address: object, serve: Callable[[DeadlineSocket, str], None]) -> int:
+        """Returns the port, of tcp."""
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             if family != socket.AF_UNIX:
@@ -135,8 +140,7 @@ class BlockServer:
             raise ConfigError(f"cannot serve blocks at {address!r}: {error.strerror or error}") from error
         thread = threading.Thread(target=self._accept, args=(listener, serve), name="block-accept", daemon=True)
         self._listeners.append((listener, thread))
-        bound = listener.getsockname()
-        return ("", 0) if family == socket.AF_UNIX else (bound[0], bound[1])
+        return 0 if family == socket.AF_UNIX else int(listener.getsockname()[1])
 
     def _accept(self, listener: socket.socket, serve: Callable[[DeadlineSocket, str], None]) -> None:
         while True:

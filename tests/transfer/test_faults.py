@@ -128,7 +128,7 @@ def test_a_dead_link_fails_at_the_deadline_and_nothing_lands_afterwards(broken: 
     broken.proxy.arm(Fault(FaultKind.DROP, after_bytes=5 * 4096))
     start = time.monotonic()
     result = broken.read(ALL, 0.5)
-    assert 0.4 < time.monotonic() - start
+    assert time.monotonic() - start > 0.4
     assert isinstance(result.error, TransferFailedError) and "deadline" in result.error.message
     before = bytes(broken.destination.memory.view)
     broken.proxy.cut()
@@ -280,7 +280,7 @@ def test_a_holder_frozen_before_the_handshake(process: HolderProcess, far: Desti
     process.signal(signal.SIGSTOP)
     start = time.monotonic()
     result = read(process, far, 0.5)
-    assert isinstance(result.error, TransferFailedError) and 0.4 < time.monotonic() - start
+    assert isinstance(result.error, TransferFailedError) and time.monotonic() - start > 0.4
     process.signal(signal.SIGCONT)
     time.sleep(0.2)
     assert all(far.is_untouched(dest) for dest in range(64)), "nothing lands after the future is done"
