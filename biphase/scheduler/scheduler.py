@@ -182,8 +182,7 @@ class Scheduler:
                     continue
                 has_room = self._make_room(request, request.num_computed_tokens + min(left, budget), unserved, output)
                 unserved.remove(request)
-                if not has_room or output.preempted:
-                    may_admit = False
+                may_admit = may_admit and not output.preempted
                 if not has_room:
                     continue
             else:

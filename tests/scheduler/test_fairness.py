@@ -113,6 +113,37 @@ def test_a_prompt_in_progress_gives_way_to_a_more_important_one() -> None:
     assert bench.tokens("low") == expected_tokens(low.prompt_token_ids, low.sampling)
 
 
+def test_nobody_slips_into_the_blocks_of_a_prompt_that_gave_way() -> None:
+    bench = Bench(num_blocks=21, max_num_batched_tokens=12, policy="priority", enable_caching=False)
+    bench.add("low", 60, max_tokens=1, priority=1)
+    for _ in range(3):
+        assert bench.step() == {"low": 12}
+    bench.add("high", 20, max_tokens=1)
+    assert bench.step() == {"high": 12}
+    assert bench.pool.allocate(9)
+    bench.add("later", 3, max_tokens=1)
+    output = bench.schedule()
+    assert output.preempted == ["low"]
+    assert [(s.request.request_id, s.num_scheduled_tokens) for s in output.scheduled] == [("high", 8)]
+    assert bench.pool.num_free == 7
+
+
+def test_as_many_prompts_give_way_as_it_takes() -> None:
+    bench = Bench(num_blocks=30, max_mixed_prefill_tokens=8, policy="priority", enable_caching=False)
+    bench.add("decode", 4, max_tokens=3)
+    bench.step()
+    bench.add("last", 30, max_tokens=1, priority=2)
+    assert bench.step() == {"decode": 1, "last": 8}
+    bench.add("low", 30, max_tokens=1, priority=1)
+    assert bench.step() == {"decode": 1, "low": 8}
+    bench.add("high", 40, max_tokens=1)
+    assert bench.step() == {"high": 16}
+    assert bench.pool.allocate(bench.pool.num_free)
+    output = bench.schedule()
+    assert output.preempted == ["last", "low"]
+    assert [(s.request.request_id, s.num_scheduled_tokens) for s in output.scheduled] == [("high", 16)]
+
+
 def test_nobody_is_admitted_while_a_prompt_lacks_blocks() -> None:
     bench = Bench(num_blocks=8, max_num_batched_tokens=8, enable_caching=False)
     bench.add("a", 24, max_tokens=1)
