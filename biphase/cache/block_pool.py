@@ -19,6 +19,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from biphase.cache.prefix_index import PrefixIndex
 from biphase.request import BlockHash
@@ -235,6 +236,21 @@ class BlockPool:
         """All contents that can be found here: a snapshot for the index. Take it under `lock` with its sequence."""
         with self.lock:
             return self._index.hashes()
+
+    def oldest_cached(self, limit: int) -> list[tuple[int, BlockHash]]:
+        """(block id, hash) of the cached blocks that `allocate` would take first, in that order, `limit` at most."""
+        with self.lock:
+            oldest = list(islice(self._cached, limit))
+            return [(block_id, h) for block_id in oldest if (h := self._index.hash_of(block_id)) is not None]
+
+    def forget(self, block_id: int) -> None:
+        """Takes one cached block's content away, whatever its age: it is blank now, and the next to be allocated."""
+        with self.lock:
+            del self._cached[block_id]
+            block_hash = self._index.remove(block_id)
+            self._blank.append(block_id)
+            assert block_hash is not None, f"free block {block_id} was kept beside another copy"
+            self._notify_removed([block_hash])
 
     def drop_cached(self) -> int:
         """Forgets the content of all free blocks. Returns how many there were."""

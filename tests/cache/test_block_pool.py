@@ -196,6 +196,23 @@ def test_drop_cached_forgets_free_blocks() -> None:
     assert pool.committed_hashes() == [content(0)]
 
 
+def test_forget_takes_one_content_whatever_its_age() -> None:
+    pool = BlockPool(4)
+    removed: list[BlockHash] = []
+    pool.add_listener(removed=removed.extend)
+    blocks = take(pool, 4)
+    pool.commit_chain(blocks, [content(n) for n in range(4)])
+    give(pool, blocks)
+    # The end of a chain goes first.
+    assert pool.oldest_cached(3) == [(blocks[3], content(3)), (blocks[2], content(2)), (blocks[1], content(1))]
+    pool.forget(blocks[1])
+    assert removed == [content(1)]
+    assert pool.lookup(content(1)) is None and pool.lookup(content(2)) == blocks[2]
+    pool.check_integrity()
+    assert take(pool, 1) == [blocks[1]]
+    assert removed == [content(1)]
+
+
 def test_misuse_is_caught() -> None:
     pool = BlockPool(2)
     with pytest.raises(AssertionError, match="blank"):

@@ -60,7 +60,14 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("state", "num_blocks", "num_used_blocks", "num_cached_blocks", "num_leased_blocks", "num_draining_blocks", "num_running", "num_waiting", "num_waiting_for_remote_kv", "num_queued_prefill_tokens", "prefill_tokens_per_second", "decode_step_seconds", "num_prefix_cache_queries_tokens", "num_prefix_cache_hits_tokens", "num_preemptions", "uptime_seconds", "peers")
+    __slots__ = ("state", "num_blocks", "num_used_blocks", "num_cached_blocks", "num_leased_blocks", "num_draining_blocks", "num_running", "num_waiting", "num_waiting_for_remote_kv", "num_queued_prefill_tokens", "prefill_tokens_per_second", "decode_step_seconds", "num_prefix_cache_queries_tokens", "num_prefix_cache_hits_tokens", "num_preemptions", "uptime_seconds", "peers", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +85,7 @@ class NodeStatus(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     state: str
     num_blocks: int
     num_used_blocks: int
@@ -95,7 +103,8 @@ class NodeStatus(_message.Message):
     num_preemptions: int
     uptime_seconds: float
     peers: _containers.RepeatedCompositeFieldContainer[PeerTransport]
-    def __init__(self, state: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_leased_blocks: _Optional[int] = ..., num_draining_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_for_remote_kv: _Optional[int] = ..., num_queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_step_seconds: _Optional[float] = ..., num_prefix_cache_queries_tokens: _Optional[int] = ..., num_prefix_cache_hits_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[PeerTransport, _Mapping]]] = ...) -> None: ...
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, state: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_leased_blocks: _Optional[int] = ..., num_draining_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_for_remote_kv: _Optional[int] = ..., num_queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_step_seconds: _Optional[float] = ..., num_prefix_cache_queries_tokens: _Optional[int] = ..., num_prefix_cache_hits_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[PeerTransport, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PeerTransport(_message.Message):
     __slots__ = ("node_id", "transport", "gigabytes_per_second", "bytes_read")
