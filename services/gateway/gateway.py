@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import time
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from biphase import __version__
 from biphase.errors import UnavailableError
-from biphase.index.connection import connect
-from biphase.index.registry import NodeRecord, Registry, RegistryWatch, keep_alive, new_incarnation
+from biphase.index.registry import NodeRecord, new_incarnation
 from biphase.request import NodeId
 from biphase.rpc.client import ChannelPool
 from biphase.telemetry.events import event_logger
@@ -22,13 +19,13 @@ from biphase.telemetry.metrics import GatewayMetrics
 from biphase.tokenizer.loader import LoadedTokenizer
 from services.gateway.admission import AdmissionQueue
 from services.gateway.auth import ApiKeys
+from services.gateway.cluster import Cluster
 from services.gateway.dispatch import Dispatcher
 from services.gateway.domain import Limits
 from services.gateway.model import ServedModel
 from services.gateway.nodes import NodeDirectory
 from services.gateway.recorder import Recorder
 from services.gateway.routing.policies import policy_named
-from services.gateway.routing.policy import PrefixHolders
 from services.gateway.routing.router import Router
 from services.gateway.routing.speculation import SpeculativeHolders
 from services.gateway.settings import GatewaySettings
@@ -47,6 +44,9 @@ class Gateway:
     Args:
         loaded: the model's tokenizer.
         names: what clients may call the model.
+
+    Raises:
+        ConfigError: a Redis URL or key file that cannot be used.
     """
 
     def __init__(
@@ -55,8 +55,6 @@ class Gateway:
         loaded: LoadedTokenizer,
         names: tuple[str, ...],
         root: str,
-        *,
-        index: PrefixHolders | None = None,
     ) -> None:
         self.settings = settings
         self.incarnation = new_incarnation()
@@ -68,12 +66,13 @@ class Gateway:
         self.channels = ChannelPool()
         self.nodes = NodeDirectory(self.channels, max_model_len=settings.max_model_len)
         policy = policy_named(settings.routing_policy)
-        lifetime = _EXPECTED_ALONE_SECONDS if index is None else _EXPECTED_WITH_INDEX_SECONDS
+        self._cluster = Cluster(settings.redis_url, settings.cluster, self._record) if settings.redis_url else None
+        lifetime = _EXPECTED_ALONE_SECONDS if self._cluster is None else _EXPECTED_WITH_INDEX_SECONDS
         self.router = Router(
             self.nodes,
             policy,
             speculation=SpeculativeHolders(lifetime_seconds=lifetime),
-            index=index,
+            index=self._cluster,
             max_backlog_tokens=settings.max_prefill_backlog_tokens,
             observe=lambda decision: self.metrics.routed(policy.name, decision.reason),
         )
@@ -88,30 +87,23 @@ class Gateway:
         self.draining = False
         # "host:port", once it listens.
         self.address = ""
-        self._redis: Any = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begins to look for workers. Returns at once; requests are answered 503 until one is there."""
         self.nodes.add_static((*self.settings.decode_nodes, *self.settings.prefill_nodes))
         self._tasks.append(asyncio.create_task(self.slow_readers.run()))
-        if self.settings.redis_url:
-            self._redis = connect(self.settings.redis_url)
-            registry = Registry(self._redis, self.settings.cluster)
-            watch = RegistryWatch(registry)
-            watch.subscribe(self.nodes.on_registry)
-            self._tasks.append(asyncio.create_task(watch.run()))
-            self._tasks.append(asyncio.create_task(keep_alive(registry, self._record)))
+        if self._cluster is not None:
+            self._cluster.start(self.nodes.on_registry)
 
     async def close(self) -> None:
+        if self._cluster is not None:
+            await self._cluster.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.nodes.close()
         await self.channels.close()
-        if self._redis is not None:
-            with contextlib.suppress(Exception):
-                await self._redis.aclose()
         self.model.close()
 
     def _record(self) -> NodeRecord:

@@ -131,7 +131,7 @@ async def running_gateway(
             server.should_exit = True
             await client.aclose()
             await serving
-            for worker in workers:
+            for worker in running.workers:
                 await worker.stop()
 
 

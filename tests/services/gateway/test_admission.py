@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from biphase.errors import OverloadedError, UnavailableError
+from biphase.rpc.client import ChannelPool
+from biphase.rpc.v1 import common_pb2, node_pb2
+from services.gateway.admission import AGEING_TOKENS_PER_SECOND, AdmissionQueue
+from services.gateway.nodes import Node, NodeDirectory
+from services.gateway.routing.policies import policy_named
+from services.gateway.routing.router import Router, Ticket
+from services.gateway.routing.speculation import SpeculativeHolders
+
+
+class _Nodes(NodeDirectory):
+    """A directory with one decode worker that is always ready."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__(ChannelPool())
+        layout = common_pb2.KVLayout(namespace=b"n" * 32, block_size_tokens=16)
+        info = node_pb2.NodeInfo(node_id="d", role="decode", incarnation="i", layout=layout, max_num_seqs=places)
+        self.decode = Node("x:1", info, node_pb2.NodeStatus(state="ready"))
+        self._nodes["x:1"] = self.decode
+
+
+@pytest.fixture
+def one_place() -> tuple[_Nodes, AdmissionQueue]:
+    nodes = _Nodes(1)
+    router = Router(nodes, policy_named("cost"), speculation=SpeculativeHolders(lifetime_seconds=10))
+    return nodes, AdmissionQueue(router, max_waiting=3, prefill_rate=lambda: 100.0)
+
+
+def _ticket(name: str, length: int, **fields: object) -> Ticket:
+    return Ticket(name, list(range(length)), "", **fields)  # type: ignore[arg-type]
+
+
+async def test_order(one_place: tuple[_Nodes, AdmissionQueue]) -> None:
+    _, queue = one_place
+    order: list[str] = []
+
+    async def take(ticket: Ticket) -> None:
+        placement = await queue.admit(ticket)
+        order.append(ticket.request_id)
+        await asyncio.sleep(0)
+        placement.release()
+
+    held = await queue.admit(_ticket("first", 10))
+    aged = _ticket("long but old", 3000)
+    aged.arrival -= 3000 / AGEING_TOKENS_PER_SECOND
+    tickets = [_ticket("long", 2000), aged, _ticket("short", 100)]
+    tasks = [asyncio.create_task(take(ticket)) for ticket in tickets]
+    await asyncio.sleep(0)
+    # The queue is full, but a stream that lost its worker still gets in, and goes first.
+    tasks.append(asyncio.create_task(take(_ticket("moved", 4000, moved=True))))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError) as refused:
+        await queue.admit(_ticket("one too many", 1))
+    assert 40 < refused.value.retry_after_seconds <= 60
+    held.release()
+    await asyncio.gather(*tasks)
+    assert order == ["moved", "long but old", "short", "long"] and queue.num_waiting == 0
+
+
+async def test_priority_goes_before_length(one_place: tuple[_Nodes, AdmissionQueue]) -> None:
+    _, queue = one_place
+    held = await queue.admit(_ticket("first", 10))
+    low = asyncio.create_task(queue.admit(_ticket("low", 1, priority=5)))
+    high = asyncio.create_task(queue.admit(_ticket("high", 9999, priority=-1)))
+    await asyncio.sleep(0)
+    held.release()
+    await asyncio.sleep(0)
+    assert high.done() and not low.done()
+    (await high).release()
+    (await low).release()
+
+
+async def test_cancelled_tickets_leave_no_trace(one_place: tuple[_Nodes, AdmissionQueue]) -> None:
+    nodes, queue = one_place
+    held = await queue.admit(_ticket("first", 10))
+    tasks = [asyncio.create_task(queue.admit(_ticket(str(place), 10))) for place in range(3)]
+    await asyncio.sleep(0)
+    # One goes in the very moment that its place comes.
+    held.release()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (queue.num_waiting, nodes.decode.num_in_flight) == (0, 0)
+    (await queue.admit(_ticket("next", 10))).release()
+
+
+async def test_waiting_ends_when_the_last_worker_goes(one_place: tuple[_Nodes, AdmissionQueue]) -> None:
+    nodes, queue = one_place
+    await queue.admit(_ticket("first", 10))
+    waiting = asyncio.create_task(queue.admit(_ticket("second", 10)))
+    await asyncio.sleep(0)
+    nodes.decode.failed_probes = 99
+    queue.wake()
+    with pytest.raises(UnavailableError):
+        await waiting
+    with pytest.raises(UnavailableError):
+        await queue.admit(_ticket("third", 10))
+
+
+async def test_release_twice_is_harmless(one_place: tuple[_Nodes, AdmissionQueue]) -> None:
+    nodes, queue = one_place
+    placement = await queue.admit(_ticket("first", 10))
+    placement.release()
+    placement.release()
+    assert nodes.decode.num_in_flight == 0
