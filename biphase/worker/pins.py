@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 
@@ -26,6 +27,15 @@ class IoPins:
             if not self._released:
                 self._pool.acquire(block_ids)
                 self._block_ids.extend(block_ids)
+
+    def release_after(self, io: asyncio.Task[None] | None) -> None:
+        """Cancels the task that posts the I/O, and releases when it has ended, which is when no read is posted any
+        more. Does not wait."""
+        if io is None:
+            self.release()
+            return
+        io.add_done_callback(lambda _: self.release())
+        io.cancel()
 
     def release(self) -> None:
         with self._lock:

@@ -123,11 +123,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     worker.offer(request)
                     return
         finally:
+            # Nothing is awaited here: a call that is cancelled while it ends would skip what follows.
             worker.engine.abort(request.request_id)
-            if loading is not None:
-                loading.cancel()
-                await asyncio.wait([loading])
-            pins.release()
+            pins.release_after(loading)
 
     def _complete(self, report: common_pb2.RequestReport, request: Request, handoff: Handoff | None) -> None:
         """Fills the report with what is known now. The four token counts always add up to the prompt's length."""

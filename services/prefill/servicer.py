@@ -137,10 +137,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                         raise InternalError(f"prefill of {request.request_id} failed: {event.error or 'no token'}")
                     break
         finally:
-            if fetched is not None:
-                fetched.cancel()
-                await asyncio.wait([fetched])
-            pins.release()
+            # Nothing is awaited here: a call that is cancelled while it ends would skip what follows.
+            pins.release_after(fetched)
         yield prefill_pb2.PrefillResponse(done=self._done(request, token_ids, token, prompt_logprobs))
         worker.offer(request)
 

@@ -28,6 +28,8 @@ class Stack:
 
     def __init__(self, flags: Sequence[str], environ: dict[str, str] | None = None) -> None:
         self.port = free_port()
+        # What a test's parameter made of it, for the test's own use.
+        self.mode = ""
         self.base_url = f"http://127.0.0.1:{self.port}"
         self._log_dir = tempfile.TemporaryDirectory(prefix="biphase-e2e-")
         self.log_path = Path(self._log_dir.name) / "serve.log"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 MAX_TOKENS = 12
 # Around block and chunk borders (16 and 512), one token, and long.
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 127, 200, 256, 300, 511, 512, 513, 700, 1025, 1800, 3000)
-FLAGS = ("--dtype", "float32", "--kv-cache-bytes", "512MiB", "--max-num-seqs", "32")
+FLAGS = ("--dtype", "float32", "--kv-cache-bytes", "512MiB", "--max-num-seqs", "32", "--kvstore", "false")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     pools = {"aggregated": ("0", "1"), "disaggregated": ("1", "1"), "two-by-two": ("2", "2")}[request.param]
     with running_stack("--prefill", pools[0], "--decode", pools[1], *FLAGS) as running:
-        running.mode = request.param  # type: ignore[attr-defined]
+        running.mode = request.param
         yield running
 
 
@@ -88,24 +90,37 @@ def test_sixteen_at_once(stack: Stack, prompts: list[list[int]], expected: list[
 
 def test_status_tells_how_each_request_went(stack: Stack, prompts: list[list[int]]) -> None:
     """Blocks crossed between processes for every cold prompt, and every prompt token is accounted for."""
-    reports = {entry["request_id"]: entry for entry in stack.status()["requests"]}
+    reports = {
+        (found[1], int(found[2])): entry
+        for entry in stack.status()["requests"]
+        if (found := re.search(r"(single|many)-(\d+)-", entry["request_id"]))
+    }
+    crossed = 0
     for number, prompt in enumerate(prompts):
         for kind in ("single", "many"):
-            report = reports[
-                next(key for key in reports if f"{kind}-{number}" == key.rsplit("cmpl-", 1)[-1].removesuffix("-0"))
-            ]
+            report = reports[kind, number]
             parts = ("num_cached_tokens", "num_prefill_cached_tokens", "num_external_tokens", "num_computed_tokens")
             assert sum(report[part] for part in parts) == len(prompt), report
-            if stack.mode != "aggregated" and kind == "single":  # type: ignore[attr-defined]
-                assert report["prefill_mode"] == "remote", report
+            if stack.mode == "aggregated":
+                assert (report["prefill_mode"], report["reason"]) == ("local", "aggregated_mode"), report
+            elif report["prefill_mode"] == "remote":
+                crossed += 1
                 assert report["num_transferred_tokens"] + report["num_cached_tokens"] == len(prompt), report
                 assert report["transport"] in ("tcp", "shm"), report
                 assert report["transfer_bytes"] > 0, report
-            if stack.mode == "aggregated":  # type: ignore[attr-defined]
-                assert report["prefill_mode"] == "local", report
+            else:
+                # Decode had all but the last block of it from an earlier prompt with the same beginning.
+                assert report["reason"] == "cached", report
+                assert 0 < len(prompt) - report["num_cached_tokens"] <= 16, report
+    if stack.mode != "aggregated":
+        assert crossed >= len(prompts)
 
 
 def test_blocks_return_when_idle(stack: Stack) -> None:
-    for node in stack.status()["nodes"]:
-        if node["role"] in ("prefill", "decode"):
-            assert node["blocks"]["used"] == node["blocks"]["leased"] == 0, node
+    deadline = time.monotonic() + 5
+    while True:
+        pools = [node["blocks"] for node in stack.status()["nodes"] if node["role"] in ("prefill", "decode")]
+        if all(pool["used"] == pool["leased"] == pool["draining"] == 0 for pool in pools):
+            return
+        assert time.monotonic() < deadline, pools
+        time.sleep(0.1)

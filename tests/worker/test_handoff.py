@@ -148,6 +148,22 @@ async def test_a_cancelled_call_leaves_no_block(
     assert answer.token_ids == expected_tokens(tiny_llama, [tokens], 8)[0]
 
 
+async def test_calls_cancelled_while_they_end_leave_no_block(pair: tuple[Worker, Worker, Client]) -> None:
+    """What a client does that has its last token: it hangs up, and the call's own ending is cut short."""
+    prefill, decode, client = pair
+
+    async def hang_up_at_the_end(seed: int) -> None:
+        call = client.call(prompt(seed, 20 + seed), [candidate(prefill)], max_tokens=2)
+        while isinstance(message := await call.read(), decode_pb2.GenerateResponse):
+            if message.HasField("finish"):
+                call.cancel()
+                return
+
+    await asyncio.gather(*(hang_up_at_the_end(seed) for seed in range(24)))
+    await no_block_in_use(decode)
+    await no_block_in_use(prefill)
+
+
 async def test_a_reader_that_vanishes_loses_its_lease(pair: tuple[Worker, Worker, Client]) -> None:
     """The registry says that the reader is gone long before the lease would expire."""
     prefill, decode, client = pair
