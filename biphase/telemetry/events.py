@@ -95,5 +95,5 @@ def configure(component: str, *, log_format: str = "text", level: str = "info") 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("uvicorn.access", "httpx", "grpc"):
+    for noisy in ("uvicorn.error", "uvicorn.access", "httpx", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

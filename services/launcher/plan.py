@@ -52,9 +52,9 @@ def children(
         settings, redis_url=redis_url, kv_cache_bytes=settings.kv_cache_bytes or kv_cache_bytes, num_threads=num_threads
     )
     prefill = settings if settings.nice or settings.prefill == 0 else replace(settings, nice=PREFILL_NICE)
-    worker_environ = {**inherited, **thread_environ(num_threads)}
+    worker_environ = {**inherited, **child_environ(num_threads)}
     # One thread is plenty for those that compute nothing.
-    service_environ = {**inherited, **thread_environ(1)}
+    service_environ = {**inherited, **child_environ(1)}
     specs = [
         *(_child("prefill", n, prefill, prefill.prefill_args, worker_environ) for n in range(settings.prefill)),
         *(_child("decode", n, settings, settings.decode_args, worker_environ) for n in range(settings.decode)),
@@ -65,14 +65,16 @@ def children(
     return tuple(specs)
 
 
-def thread_environ(num_threads: int) -> dict[str, str]:
-    """How the numeric libraries of a child shall use threads, whatever the launcher's own environment says."""
+def child_environ(num_threads: int) -> dict[str, str]:
+    """How the libraries in a child shall use threads and stderr, whatever the launcher's own environment says."""
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        # gRPC's core writes a line of its own to stderr whenever a peer goes; the services log that themselves.
+        "GRPC_VERBOSITY": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }
 

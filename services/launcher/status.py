@@ -93,21 +93,22 @@ def show(status: Mapping[str, Any], stream: TextIO) -> None:
     if not console.is_terminal:
         console = Console(file=stream, highlight=False, width=_PLAIN_WIDTH, no_color=True)
     style = box.SIMPLE_HEAD if console.is_terminal else None
-    console.print(_nodes_table(status["nodes"], style))
-    requests = status.get("requests") or []
-    if requests:
-        console.print()
-        console.print(_requests_table(requests[-_MAX_REQUESTS_SHOWN:], style))
+    gateway = status.get("gateway")
+    console.print(_nodes_table([*([gateway] if gateway else []), *status["nodes"]], style))
+    for table in (_peers_table(status["nodes"], style), _requests_table(status.get("requests") or [], style)):
+        if table.row_count:
+            console.print()
+            console.print(table)
 
 
 def _nodes_table(nodes: Sequence[Mapping[str, Any]], style: box.Box | None) -> Table:
     table = Table(box=style, pad_edge=False)
     for heading in ("node", "role", "state", "pid", "address", "blocks used", "leased", "running", "waiting"):
         table.add_column(heading, overflow="fold")
-    for node in sorted(nodes, key=lambda node: str(node.get("node_id", ""))):
+    for node in sorted(nodes, key=lambda node: str(node.get("id", ""))):
         blocks = node.get("blocks") or {}
         used = f"{blocks.get('used', 0):,} / {blocks['total']:,}" if blocks.get("total") else ""
-        cells = ("node_id", "role", "state", "pid", "address")
+        cells = ("id", "role", "state", "pid", "address")
         table.add_row(
             *(_text(node.get(cell)) for cell in cells),
             used,
@@ -118,13 +119,31 @@ def _nodes_table(nodes: Sequence[Mapping[str, Any]], style: box.Box | None) -> T
     return table
 
 
+def _peers_table(nodes: Sequence[Mapping[str, Any]], style: box.Box | None) -> Table:
+    """Who has read blocks from whom, by what, and how fast the handshake's test was."""
+    table = Table(box=style, pad_edge=False)
+    for heading in ("holder", "reader", "transport", "GB/s", "MiB read"):
+        table.add_column(heading, justify="right" if heading in ("GB/s", "MiB read") else "left")
+    for node in nodes:
+        for peer in node.get("peers") or ():
+            rate, read = float(peer.get("gigabytes_per_second", 0)), int(peer.get("bytes_read", 0))
+            table.add_row(
+                _text(peer.get("id")),
+                _text(node.get("id")),
+                _text(peer.get("transport")),
+                f"{rate:.1f}",
+                f"{read / 2**20:,.1f}",
+            )
+    return table
+
+
 def _requests_table(requests: Sequence[Mapping[str, Any]], style: box.Box | None) -> Table:
     table = Table(box=style, pad_edge=False)
     columns = {
         "request": "request_id",
         "prefilled": "prefill_mode",
-        "on": "prefill_node_id",
-        "decoded on": "decode_node_id",
+        "on": "prefill_node",
+        "decoded on": "decode_node",
         "via": "transport",
         "cached": "num_cached_tokens",
         "transferred": "num_transferred_tokens",
@@ -134,7 +153,8 @@ def _requests_table(requests: Sequence[Mapping[str, Any]], style: box.Box | None
     }
     for heading, name in columns.items():
         table.add_column(heading, overflow="fold", justify="right" if name.startswith("num_") else "left")
-    for request in requests:
+    # Newest first, as the gateway lists them.
+    for request in requests[:_MAX_REQUESTS_SHOWN]:
         table.add_row(*(_text(request.get(name)) for name in columns.values()))
     return table
 

@@ -14,13 +14,15 @@ from biphase.errors import UnauthorizedError, UnavailableError
 from services.launcher import status
 
 STATUS = {
+    "gateway": {"id": "gateway-0", "role": "gateway", "state": "ready", "pid": 10, "address": "127.0.0.1:8000"},
     "nodes": [
-        {"node_id": "prefill-0", "role": "prefill", "state": "ready", "pid": 11, "address": "127.0.0.1:4000",
+        {"id": "prefill-0", "role": "prefill", "state": "ready", "pid": 11, "address": "127.0.0.1:4000",
          "blocks": {"total": 2048, "used": 3, "leased": 2}, "running": 1, "waiting": 4},
-        {"node_id": "gateway-0", "role": "gateway", "state": "ready", "pid": 10, "address": "127.0.0.1:8000"},
+        {"id": "decode-0", "role": "decode", "state": "ready", "pid": 12, "address": "127.0.0.1:4001",
+         "peers": [{"id": "prefill-0", "transport": "shm", "gigabytes_per_second": 9.96, "bytes_read": 3 << 20}]},
     ],
     "requests": [
-        {"request_id": "cmpl-1", "prefill_mode": "remote", "prefill_node_id": "prefill-0", "transport": "shm",
+        {"request_id": "cmpl-1", "prefill_mode": "remote", "prefill_node": "prefill-0", "transport": "shm",
          "num_cached_tokens": 16, "num_transferred_tokens": 112, "num_computed_tokens": 112},
     ],
 }  # fmt: skip
@@ -61,6 +63,8 @@ def test_the_table_shows_nodes_and_requests() -> None:
     lines = stream.getvalue().splitlines()
     assert any(line.split()[:4] == ["prefill-0", "prefill", "ready", "11"] and "3 / 2,048" in line for line in lines)
     assert any(line.split()[:2] == ["cmpl-1", "remote"] and "shm" in line for line in lines)
+    assert any(line.split() == ["prefill-0", "decode-0", "shm", "10.0", "3.0"] for line in lines)
+    assert any(line.split()[:2] == ["gateway-0", "gateway"] for line in lines)
 
 
 def test_a_missing_key_is_said(gateway_url: str) -> None:
