@@ -100,6 +100,8 @@ class SequenceStream:
         # Complete when the first token is there.
         self.prompt_logprobs: list[common_pb2.TokenLogprobs] = []
         self.num_moves = 0
+        # A later worker was given output to go on from: its report is about more than the prompt.
+        self.has_moved_output = False
         self.admitted_time: float | None = None
 
     @property
@@ -238,7 +240,9 @@ class SequenceStream:
         if not movable:
             raise error
         self.num_moves += 1
-        if not self._output:
+        if self._output:
+            self.has_moved_output = True
+        else:
             self.prompt_logprobs.clear()
         self._dispatcher.moved(error)
         if isinstance(error, OverloadedError) and not self._output:

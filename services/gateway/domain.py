@@ -85,29 +85,29 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""
 
-    def sequences(self) -> list[SequenceSpec]:
-        specs = []
-        for place, prompt in enumerate(self.prompts):
-            for choice in range(self.n):
-                index = place * self.n + choice
-                specs.append(
-                    SequenceSpec(
-                        request_id=f"{self.request_id}-{index}",
-                        index=index,
-                        choice=choice,
-                        prompt_index=place,
-                        token_ids=prompt.token_ids,
-                        sampling=replace(
-                            self.sampling,
-                            seed=choice_seed(self.sampling.seed, choice),
-                            max_tokens=prompt.max_tokens,
-                            min_tokens=min(self.sampling.min_tokens, prompt.max_tokens),
-                        ),
-                        priority=self.priority,
-                        cache_salt=self.cache_salt,
-                    )
-                )
-        return specs
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.n
+
+    def sequence(self, index: int) -> SequenceSpec:
+        """The index-th choice of the answer. Made when it is due: there may be thousands."""
+        place, choice = divmod(index, self.n)
+        prompt = self.prompts[place]
+        return SequenceSpec(
+            request_id=f"{self.request_id}-{index}",
+            index=index,
+            choice=choice,
+            prompt_index=place,
+            token_ids=prompt.token_ids,
+            sampling=replace(
+                self.sampling,
+                seed=choice_seed(self.sampling.seed, choice),
+                max_tokens=prompt.max_tokens,
+                min_tokens=min(self.sampling.min_tokens, prompt.max_tokens),
+            ),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 
 from biphase.errors import BiphaseError
 from biphase.request import FinishReason
+from biphase.rpc.v1 import common_pb2
 from biphase.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.dispatch import Dispatcher, SequenceStream
 from services.gateway.domain import Generation, SequenceSpec
@@ -52,9 +53,9 @@ class GenerationRun:
         self._arrival = arrival
         self._client_id = client_id
         self._keeps = not generation.answer.stream
-        specs = generation.sequences()
-        self._specs = specs
-        self.choices = [Choice(spec.index, generation.prompts[spec.prompt_index]) for spec in specs]
+        self.choices = [
+            Choice(index, generation.prompts[index // generation.n]) for index in range(generation.num_sequences)
+        ]
         self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts))
         # By prompt: set once its first choice has a token, with the worker that holds it.
         self._holders: dict[int, asyncio.Future[str]] = {}
@@ -65,8 +66,8 @@ class GenerationRun:
         Raises:
             BiphaseError: one of the sequences cannot go on; the others are ended.
         """
-        if len(self._specs) == 1:
-            single = self._run(self._specs[0], self.choices[0])
+        if len(self.choices) == 1:
+            single = self._run(self.generation.sequence(0), self.choices[0])
             try:
                 async for delta in single:
                     yield self.choices[0], delta
@@ -89,12 +90,14 @@ class GenerationRun:
         self._holders = {place: loop.create_future() for place in range(len(self.generation.prompts))}
         places = asyncio.Semaphore(_MAX_AT_ONCE)
         # Starting the first choices of all prompts before the rest means that nobody waits for a prompt not begun.
-        ordered = sorted(zip(self._specs, self.choices, strict=True), key=lambda pair: pair[0].choice)
+        n = self.generation.n
+        ordered = (place * n + choice for choice in range(n) for place in range(len(self.generation.prompts)))
         try:
             async with asyncio.TaskGroup() as group:
-                for spec, choice in ordered:
+                for index in ordered:
                     await places.acquire()
-                    task = group.create_task(self._into(queue, spec, choice))
+                    spec = self.generation.sequence(index)
+                    task = group.create_task(self._into(queue, spec, self.choices[index]))
                     task.add_done_callback(lambda _: places.release())
         except BaseExceptionGroup as failures:
             await queue.put(failures.exceptions[0])
@@ -137,6 +140,8 @@ class GenerationRun:
                 delta = text.push(message)
                 if message.HasField("report"):
                     record.report = message.report
+                    if not stream.has_moved_output:
+                        record.num_cached_tokens = _num_hits(record, message.report)
                 if delta.token_ids:
                     self._took(record, stream, spec, choice, delta)
                 if self.generation.answer.prompt_only and delta.token_ids:
@@ -148,7 +153,8 @@ class GenerationRun:
                     outcome = choice.finish_reason = delta.finish_reason
                     choice.stop_reason = delta.stop_reason
                     stream.close()
-                    self.usage.cached_tokens += record.num_cached_tokens
+                    if record.counts_prompt:
+                        self.usage.cached_tokens += record.num_cached_tokens
                 elif not delta.token_ids:
                     continue
                 if self._keeps:
@@ -180,3 +186,9 @@ class GenerationRun:
         self._recorder.tokens(record, count)
         choice.num_tokens += count
         self.usage.completion_tokens += count
+
+
+def _num_hits(record: SequenceRecord, report: common_pb2.RequestReport) -> int:
+    """Prompt tokens that nobody computed for this request. What was merely transferred is no hit."""
+    hits = report.num_cached_tokens + report.num_prefill_cached_tokens + report.num_external_tokens
+    return min(hits, record.num_prompt_tokens)

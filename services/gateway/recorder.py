@@ -33,16 +33,10 @@ class SequenceRecord:
     last_token: float | None = None
     num_output_tokens: int = 0
     num_moves: int = 0
+    # Of the prompt, when the first token came; a later worker's cache says nothing about it.
+    num_cached_tokens: int = 0
+    # Of the worker that ended it.
     report: common_pb2.RequestReport | None = None
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens that nobody computed for this request: true hits only."""
-        report = self.report
-        if report is None or not self.counts_prompt:
-            return 0
-        hits = report.num_cached_tokens + report.num_prefill_cached_tokens + report.num_external_tokens
-        return min(hits, self.num_prompt_tokens)
 
 
 class Recorder:

@@ -31,7 +31,7 @@ GATEWAY_FLAGS = (
          "uncached prompt tokens sent ahead to one prefill worker; 0: two of its steps"),
     Flag("request-timeout", positive_seconds, 600.0, "seconds a request may take altogether"),
     Flag("max-retries", non_negative, 3, "other decode workers to try when one fails a request"),
-    Flag("max-request-bytes", num_bytes, 32 * 2**20, "largest request body"),
+    Flag("max-request-bytes", num_bytes, 16 * 2**20, "largest request body"),
     Flag("max-n", positive, 16384, "largest n of a request, and of sequences in one request"),
     Flag("max-logprobs", non_negative, 20, "most alternatives with each token"),
     Flag("slow-reader-seconds", positive_seconds, 60.0, "a stream whose client reads nothing for so long is ended"),
