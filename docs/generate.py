@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from biphase.settings import API_FLAGS, COMMON_FLAGS, ENGINE_FLAGS, MODEL_FLAGS, Flag
+from biphase.settings import API_FLAGS, COMMON_FLAGS, ENGINE_FLAGS, MODEL_FLAGS, Flag, num_bytes
 from biphase.worker.settings import WORKER_FLAGS
 from services.gateway.settings import GATEWAY_FLAGS
 from services.kvstore.settings import KVSTORE_FLAGS
@@ -36,23 +36,24 @@ GROUPS: Sequence[tuple[str, str, Sequence[Flag]]] = (
     ("Engine", "Of `serve`, `prefill` and `decode`.", ENGINE_FLAGS),
     ("API", "Of `serve` and `gateway`.", API_FLAGS),
 )
-SERVICES: Sequence[tuple[str, str, Sequence[Flag]]] = (
-    ("serve", "`biphase serve [MODEL]`: the whole stack on one machine.", SERVE_FLAGS),
-    ("gateway", "`biphase gateway`: common, model, API, and", GATEWAY_FLAGS),
-    ("prefill and decode", "`biphase prefill` and `biphase decode`: common, model, engine, and", WORKER_FLAGS),
-    ("kvstore", "`biphase kvstore`: common, and", KVSTORE_FLAGS),
-    ("status", "`biphase status [--json]`", STATUS_FLAGS),
-)
+# Each with the flags that it shares with others, and that the groups above have described.
+SERVICES: Sequence[tuple[str, str, Sequence[Flag], Sequence[Flag]]] = (
+    ("serve", "`biphase serve [MODEL]`: common, model, engine, API, and", SERVE_FLAGS,
+     (*COMMON_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS, *API_FLAGS)),
+    ("gateway", "`biphase gateway`: common, model, API, and", GATEWAY_FLAGS, (*COMMON_FLAGS, *MODEL_FLAGS, *API_FLAGS)),
+    ("prefill and decode", "`biphase prefill` and `biphase decode`: common, model, engine, and", WORKER_FLAGS,
+     (*COMMON_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS)),
+    ("kvstore", "`biphase kvstore`: common, and", KVSTORE_FLAGS, COMMON_FLAGS),
+    ("status", "`biphase status [--json]`:", STATUS_FLAGS, ()),
+)  # fmt: skip
 
 
 def document() -> str:
     parts = [INTRODUCTION]
-    shared: set[str] = set()
-    for title, words, flags in GROUPS:
-        parts.append(section(title, words, flags))
-        shared |= {flag.name for flag in flags}
-    for title, words, flags in SERVICES:
-        parts.append(section(title, words, [flag for flag in flags if flag.name not in shared or title == "status"]))
+    parts += [section(title, words, flags) for title, words, flags in GROUPS]
+    for title, words, flags, shared in SERVICES:
+        # A shared flag with another default or meaning here is described again.
+        parts.append(section(title, words, [flag for flag in flags if flag not in shared]))
     return "\n".join(parts)
 
 
@@ -64,12 +65,21 @@ def table(flags: Sequence[Flag]) -> Iterator[str]:
     yield "| flag | variable | default | meaning |"
     yield "|---|---|---|---|"
     for flag in flags:
-        default = "" if flag.default in ("", (), None) else f"`{flag_text(flag.default)}`"
+        default = "" if flag.default in ("", (), None) else f"`{shown(flag)}`"
         meaning = flag.help.replace("|", "\\|")
         if flag.choices:
             missing = [choice for choice in flag.choices if choice not in flag.help]
             meaning += f" (one of {', '.join(flag.choices)})" if missing else ""
         yield f"| `--{flag.name}` | `{flag.env}` | {default} | {meaning} |"
+
+
+def shown(flag: Flag) -> str:
+    """The default as one would type it."""
+    if flag.parse is num_bytes:
+        for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+            if flag.default % scale == 0:
+                return f"{flag.default // scale}{unit}"
+    return flag_text(flag.default)
 
 
 def main() -> int:
