@@ -55,6 +55,8 @@ async def _serve(role: str, settings: WorkerSettings, core: WorkerCore, servicer
     await worker.start(servicer(worker))
     announce_ready(settings.ready_fd, worker)
     await worker.run_until_stopped()
+    if worker.failure is not None:
+        raise worker.failure
 
 
 def announce_ready(ready_fd: int | None, worker: Worker) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from biphase.cache.hashing import root_hash
 from biphase.engine import Engine
-from biphase.errors import InvalidRequestError, UnavailableError
+from biphase.errors import BiphaseError, InvalidRequestError, UnavailableError
 from biphase.index.registry import NodeLoad, NodeRecord, new_incarnation
 from biphase.request import BlockHash, NodeId, Request
 from biphase.rpc.client import ChannelPool
@@ -67,6 +67,8 @@ class Worker:
             transports=self._transports,
             allow_fallback=not settings.require_transport,
         )
+        # What made this worker stop by itself; None while it is well.
+        self.failure: BiphaseError | None = None
         self._state = "starting"
         self._active: set[str] = set()
         self._stop = asyncio.Event()
@@ -248,6 +250,10 @@ class Worker:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self.leases.sweep()
+            if self.engine.failure is not None and self.failure is None:
+                # Nothing more can be computed here: leave, and let a fresh process take the place.
+                self.failure = self.engine.failure
+                self.request_stop(0.0)
 
     # ---- going down
 
