@@ -62,14 +62,20 @@ def main(argv: Sequence[str]) -> int:
     source.config()
     source.tensors()
     require_free_port(settings.host, settings.port)
-    return asyncio.run(_Serve(settings, started).run())
+    return asyncio.run(_Serve(settings, source.default_served_name, started).run())
 
 
 class _Serve:
     """One run of the stack."""
 
-    def __init__(self, settings: ServeSettings, started: float) -> None:
+    def __init__(self, settings: ServeSettings, model_name: str, started: float) -> None:
+        """
+        Args:
+            model_name: what the model calls itself.
+            started: when the command started, on the monotonic clock.
+        """
         self._settings = settings
+        self._model_name = model_name
         self._started = started
         self._valkey = None if settings.redis_url else EmbeddedValkey()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -90,12 +96,21 @@ class _Serve:
 
     def _supervisor(self) -> Supervisor:
         settings = self._settings
+        kv_cache_bytes = default_kv_cache_bytes()
+        num_threads = settings.num_threads or num_cores()
         specs = children(
             settings,
             redis_url=settings.redis_url or (self._valkey.url if self._valkey is not None else ""),
-            kv_cache_bytes=default_kv_cache_bytes(),
-            num_threads=settings.num_threads or num_cores(),
+            kv_cache_bytes=kv_cache_bytes,
+            num_threads=num_threads,
             environ=os.environ,
+        )
+        log.info(
+            "starting",
+            model=settings.model or self._model_name,
+            processes=len(specs),
+            kv_cache_mib_per_worker=(settings.kv_cache_bytes or kv_cache_bytes) // 2**20,
+            threads_per_worker=num_threads,
         )
         return Supervisor(specs, ChildOutput(settings.log_format), RestartPolicy())
 
