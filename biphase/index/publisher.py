@@ -137,10 +137,10 @@ class IndexPublisher:
     # ---- the task
 
     async def run(self) -> None:
-        """Publishes until cancelled. Raises nothing for Redis's sake."""
+        """Publishes until cancelled or closed. Raises nothing for Redis's sake."""
         next_check = 0.0
         failures = 0
-        while True:
+        while not self._closed:
             try:
                 await self.flush()
                 if time.monotonic() >= next_check:
@@ -167,7 +167,7 @@ class IndexPublisher:
             One of REDIS_FAILURES: nothing is lost, call again.
         """
         async with self._sending:
-            while True:
+            while not self._closed:
                 self._fold()
                 if self._needs_snapshot is not None:
                     await self._write_snapshot(self._needs_snapshot)
@@ -176,15 +176,17 @@ class IndexPublisher:
                 await self._send()
 
     async def close(self, timeout_seconds: float = 1.0) -> None:
-        """Says that this holder holds nothing any more. Cancel `run` before."""
+        """Says that this holder holds nothing any more. `run` ends by itself."""
         self._closed = True
         self._heard.clear()
-        self._pending.clear()
-        self._sequence += 1
-        farewell = IndexEvent(self._node_id, self._incarnation, self._sequence, EventKind.GONE)
         try:
-            async with asyncio.timeout(timeout_seconds), self._redis.pipeline(transaction=True) as pipe:
-                self._add(pipe, farewell)
+            async with (
+                asyncio.timeout(timeout_seconds),
+                self._sending,
+                self._redis.pipeline(transaction=True) as pipe,
+            ):
+                self._sequence += 1
+                self._add(pipe, IndexEvent(self._node_id, self._incarnation, self._sequence, EventKind.GONE))
                 pipe.hdel(self._keys.holders, self._node_id)
                 pipe.delete(self._keys.snapshot(self._node_id))
                 await pipe.execute()
@@ -287,7 +289,7 @@ class IndexPublisher:
 
     async def _compare(self) -> None:
         snapshot = self._snapshot
-        if snapshot is None:
+        if snapshot is None or self._closed:
             return
         snapshot_key = self._keys.snapshot(self._node_id)
         async with self._redis.pipeline(transaction=False) as pipe:

@@ -87,7 +87,8 @@ class BlockServer:
             if "shm" in transports and generations is not None and host_id():
                 assert pool.generations is generations.table, "the pool counts generations somewhere else"
                 self._shm = ShmHost(memory, generations)
-                offered["shm"] = f"biphase-{incarnation}-{node_id}"[:100]
+                # One process may serve several namespaces.
+                offered["shm"] = f"biphase-{incarnation}-{layout.namespace.hex()[:8]}-{node_id}"[:100]
                 self._listen(socket.AF_UNIX, "\0" + offered["shm"], self._serve_shm)
             if "tcp" in transports:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
