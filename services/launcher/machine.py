@@ -10,8 +10,8 @@ from pathlib import Path
 
 from biphase.errors import ConfigError
 
-_MAX_DEFAULT_KV_CACHE_BYTES = 2 * 2**30
-_DEFAULT_KV_CACHE_SHARE = 0.10
+_SMALL_KV_CACHE_BYTES = 2**30
+_MAX_KV_CACHE_SHARE = 0.10
 
 
 def num_cores() -> int:
@@ -32,10 +32,14 @@ def available_memory_bytes() -> int:
     return max(available, 0)
 
 
-def default_kv_cache_bytes() -> int:
-    """A worker's share of memory when nothing was asked for: 2 GiB, less on a small machine, so that a stack of a few
-    workers leaves most of the memory to whatever else runs there."""
-    return min(_MAX_DEFAULT_KV_CACHE_BYTES, int(available_memory_bytes() * _DEFAULT_KV_CACHE_SHARE))
+def default_kv_cache_bytes(weights_bytes: int) -> int:
+    """A worker's KV cache when no size was asked for: 1 GiB, or as much as the weights of a larger model, which has
+    larger blocks; at most a tenth of the memory available, so that a few workers leave most of it to others.
+
+    Args:
+        weights_bytes: size of the model's files.
+    """
+    return min(max(_SMALL_KV_CACHE_BYTES, weights_bytes), int(available_memory_bytes() * _MAX_KV_CACHE_SHARE))
 
 
 def require_free_port(host: str, port: int) -> None:

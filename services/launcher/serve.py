@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from biphase.errors import BiphaseError, UnavailableError
 from biphase.index.embedded import EmbeddedValkey
-from biphase.model.source import resolve_model
+from biphase.model.source import ModelSource, resolve_model
 from biphase.settings import Flag, parse_flags
 from biphase.telemetry.events import configure, event_logger
 from services.launcher.banner import show_ready
@@ -62,20 +62,20 @@ def main(argv: Sequence[str]) -> int:
     source.config()
     source.tensors()
     require_free_port(settings.host, settings.port)
-    return asyncio.run(_Serve(settings, source.default_served_name, started).run())
+    return asyncio.run(_Serve(settings, source, started).run())
 
 
 class _Serve:
     """One run of the stack."""
 
-    def __init__(self, settings: ServeSettings, model_name: str, started: float) -> None:
+    def __init__(self, settings: ServeSettings, source: ModelSource, started: float) -> None:
         """
         Args:
-            model_name: what the model calls itself.
+            source: the model's files, known to be whole.
             started: when the command started, on the monotonic clock.
         """
         self._settings = settings
-        self._model_name = model_name
+        self._source = source
         self._started = started
         self._valkey = None if settings.redis_url else EmbeddedValkey()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -96,7 +96,7 @@ class _Serve:
 
     def _supervisor(self) -> Supervisor:
         settings = self._settings
-        kv_cache_bytes = default_kv_cache_bytes()
+        kv_cache_bytes = default_kv_cache_bytes(sum(file.stat().st_size for file in self._source.weight_files()))
         num_threads = settings.num_threads or num_cores()
         specs = children(
             settings,
@@ -107,7 +107,7 @@ class _Serve:
         )
         log.info(
             "starting",
-            model=settings.model or self._model_name,
+            model=settings.model or self._source.default_served_name,
             processes=len(specs),
             kv_cache_mib_per_worker=(settings.kv_cache_bytes or kv_cache_bytes) // 2**20,
             threads_per_worker=num_threads,
