@@ -84,7 +84,9 @@ class DiskTier:
         self._entries: OrderedDict[BlockHash, str] = OrderedDict()
         self._writes: deque[_Write] = deque()
         self._deletes: deque[BlockHash] = deque()
+        # What the writing thread does just now.
         self._writing: BlockHash | None = None
+        self._busy = False
         self._closing = False
         self.verified = False
         self.counts = DiskCounts()
@@ -159,7 +161,7 @@ class DiskTier:
         """Writes what waits, for so long at most, and ends the threads."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while (self._writes or self._writing) and (left := deadline - time.monotonic()) > 0:
+            while (self._writes or self._deletes or self._busy) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._closing = True
             abandoned = list(self._writes)
@@ -174,7 +176,7 @@ class DiskTier:
         """For tests: whether everything was verified and written in that time."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while self._writes or self._writing or self._deletes or not self.verified:
+            while self._writes or self._deletes or self._busy or not self.verified:
                 if (left := deadline - time.monotonic()) <= 0:
                     return False
                 self._changed.wait(left)
@@ -195,12 +197,14 @@ class DiskTier:
                 self._writing = write.block_hash if write is not None else None
                 if write is None and not deletes and self._closing:
                     return
+                self._busy = True
             for block_hash in deletes:
                 self._path(block_hash).unlink(missing_ok=True)
             if write is not None:
                 self._write(write)
             with self._changed:
                 self._writing = None
+                self._busy = False
                 self._changed.notify_all()
 
     def _write(self, write: _Write) -> None:
