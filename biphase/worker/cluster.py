@@ -65,6 +65,13 @@ class ClusterMembership:
     def node(self, node_id: NodeId) -> NodeRecord | None:
         return next((record for record in self.nodes if record.node_id == node_id), None)
 
+    def is_gone(self, node_id: NodeId, incarnation: str) -> bool:
+        """Whether the registry, which knows others, no longer knows this life of a node. False while it is away."""
+        if self._registry is None or not self._registry.available or not self.nodes:
+            return False
+        record = self.node(node_id)
+        return record is None or (bool(incarnation) and record.incarnation != incarnation)
+
     def stores(self) -> list[NodeRecord]:
         """Block stores that take offers now."""
         return [record for record in self.nodes if record.role == "kvstore" and record.state == "ready"]

@@ -15,7 +15,7 @@ from biphase.telemetry.events import event_logger
 
 log = event_logger(__name__)
 
-_CONTROL_CALL_SECONDS = 5.0
+_RELEASE_SECONDS = 5.0
 
 
 class HeldLease:
@@ -28,8 +28,8 @@ class HeldLease:
         self._stub = blocks_pb2_grpc.BlockHolderStub(channel)
         self.lease_id = lease_id
         self._lease_seconds = lease_seconds
-        # Set when the owner no longer knows the lease: what has not been verified must not be used.
-        self.expired = asyncio.Event()
+        # The owner no longer knows the lease, or no longer answers: what has not been verified will not come.
+        self.lost = False
         self._renewer: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> HeldLease:
@@ -44,25 +44,24 @@ class HeldLease:
         background(self._release())
 
     async def _renew_forever(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_seconds / 3)
+        failures = 0
+        interval = self._lease_seconds / 3
+        while not self.lost:
+            await asyncio.sleep(interval)
             try:
-                answer = await self._stub.Renew(
-                    blocks_pb2.RenewRequest(lease_ids=[self.lease_id]), timeout=_CONTROL_CALL_SECONDS
-                )
+                answer = await self._stub.Renew(blocks_pb2.RenewRequest(lease_ids=[self.lease_id]), timeout=interval)
             except grpc.aio.AioRpcError as error:
-                # Tried again soon enough: the lease outlives two lost renewals.
+                failures += 1
                 log.warning("lease_renewal_failed", lease_id=self.lease_id, status=error.code().name)
-                continue
-            if self.lease_id in answer.expired:
-                self.expired.set()
-                return
+                # The lease outlives one lost renewal, not two.
+                self.lost = failures >= 2
+            else:
+                failures = 0
+                self.lost = self.lease_id in answer.expired
 
     async def _release(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
-            await self._stub.Release(
-                blocks_pb2.ReleaseRequest(lease_ids=[self.lease_id]), timeout=_CONTROL_CALL_SECONDS
-            )
+            await self._stub.Release(blocks_pb2.ReleaseRequest(lease_ids=[self.lease_id]), timeout=_RELEASE_SECONDS)
 
 
 _background: set[asyncio.Task[None]] = set()

@@ -23,7 +23,9 @@ WORKER_FLAGS = (
     Flag("transports", str, ("shm", "tcp"), "transports to use for KV blocks, best first", many=True),
     Flag("require-transport", str, "", "refuse peers that cannot be reached by this transport"),
     Flag("min-remote-prefill-tokens", non_negative, 0,
-         "decode prefills prompts with fewer uncached tokens itself; 0: only what its own cache nearly covers"),
+         "decode prefills prompts with fewer uncached tokens itself"),
+    Flag("max-local-suffix-tokens", non_negative, 64,
+         "after a hit in its own cache, decode computes up to so many further prompt tokens itself"),
     Flag("prefill-stall-seconds", positive_seconds, 30.0,
          "decode leaves a prefill worker that made no progress for this long"),
     Flag("transfer-timeout-seconds", positive_seconds, 10.0, "one read of KV blocks may take this long"),
@@ -66,6 +68,7 @@ class WorkerSettings:
     transports: tuple[str, ...]
     require_transport: str
     min_remote_prefill_tokens: int
+    max_local_suffix_tokens: int
     prefill_stall_seconds: float
     transfer_timeout_seconds: float
     offer_blocks: bool

@@ -18,8 +18,8 @@ import grpc
 
 from biphase.cache.hashing import commit_hash
 from biphase.engine import Reserved
-from biphase.errors import BiphaseError, DeadlineExceededError, TransferFailedError
-from biphase.request import Request
+from biphase.errors import BiphaseError, DeadlineExceededError, TransferFailedError, UnavailableError
+from biphase.request import NodeId, Request
 from biphase.rpc.errors import from_rpc_error
 from biphase.rpc.messages import logprobs_from_proto, sampling_to_proto
 from biphase.rpc.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
@@ -32,6 +32,11 @@ from biphase.worker.reads import HeldLease
 from biphase.worker.worker import Worker
 
 log = event_logger(__name__)
+
+# A prefill worker accepts or refuses at once, however busy its engine is.
+_ACCEPT_SECONDS = 5.0
+# How often it is checked, while waiting, whether waiting still makes sense.
+_LOOK_SECONDS = 0.5
 
 _PrefillCall: TypeAlias = grpc.aio.UnaryStreamCall
 
@@ -133,14 +138,14 @@ class Handoff:
         done = self._done
         report.prefill_node_id = self._prefill_node_id
         report.num_transferred_tokens = num_tokens - report.num_cached_tokens
-        # What the prefill worker had cached counts only beyond what decode had itself.
-        report.num_prefill_cached_tokens = max(0, done.num_cached_tokens - report.num_cached_tokens)
-        report.num_external_tokens = min(
-            done.num_external_tokens, num_tokens - report.num_cached_tokens - report.num_prefill_cached_tokens
-        )
-        report.num_computed_tokens = (
-            num_tokens - report.num_cached_tokens - report.num_prefill_cached_tokens - report.num_external_tokens
-        )
+        # The prefill worker's tokens stand in this order: cached, read from a third node, computed. What decode had
+        # itself covers the first of them, whatever they were there.
+        own = report.num_cached_tokens
+        cached_end = max(own, done.num_cached_tokens)
+        external_end = max(cached_end, done.num_cached_tokens + done.num_external_tokens)
+        report.num_prefill_cached_tokens = cached_end - own
+        report.num_external_tokens = external_end - cached_end
+        report.num_computed_tokens = num_tokens - external_end
         report.queue_seconds += done.queue_seconds
         report.prefill_seconds = done.prefill_seconds
 
@@ -202,7 +207,7 @@ class _Attempt:
 
     async def _collect(self, call: _PrefillCall, endpoint: Endpoint, lease: HeldLease) -> prefill_pb2.PrefillDone:
         while True:
-            event = await self._next(call)
+            event = await self._next(call, lease)
             if event.HasField("done"):
                 return event.done
             requests = self._collector.announce(event.blocks_committed.blocks)
@@ -214,17 +219,20 @@ class _Attempt:
                 self._reads.add(read)
                 read.add_done_callback(self._take)
 
-    async def _next(self, call: _PrefillCall) -> prefill_pb2.PrefillResponse:
-        """The next message; an error when none comes for too long or a read has failed meanwhile."""
+    async def _next(self, call: _PrefillCall, lease: HeldLease | None = None) -> prefill_pb2.PrefillResponse:
+        """The next message; an error when none comes for too long, the worker is gone, or a read has failed."""
+        read = asyncio.ensure_future(call.read())
+        seconds = self._worker.settings.prefill_stall_seconds if lease is not None else _ACCEPT_SECONDS
+        deadline = time.monotonic() + seconds
         try:
-            async with asyncio.timeout(self._worker.settings.prefill_stall_seconds):
-                message = await call.read()
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"{self._candidate.node_id} made no progress in {self._worker.settings.prefill_stall_seconds:g} s"
-            ) from None
+            while not read.done():
+                await asyncio.wait({read}, timeout=_LOOK_SECONDS)
+                self._look(lease, deadline, seconds)
+            message = read.result()
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self._candidate.node_id) from error
+        finally:
+            read.cancel()
         if self._error is not None:
             raise self._error
         if not isinstance(message, prefill_pb2.PrefillResponse):
@@ -233,6 +241,21 @@ class _Attempt:
             details = await call.details()
             raise TransferFailedError(f"{self._candidate.node_id} ended the prefill early: {code.name} {details}")
         return message
+
+    def _look(self, lease: HeldLease | None, deadline: float, seconds: float) -> None:
+        """
+        Raises:
+            BiphaseError: nothing more is to be expected of this candidate.
+        """
+        node_id = self._candidate.node_id
+        if self._error is not None:
+            raise self._error
+        if lease is not None and lease.lost:
+            raise TransferFailedError(f"{node_id} no longer answers for its lease")
+        if self._worker.cluster.is_gone(NodeId(node_id), self._candidate.incarnation):
+            raise UnavailableError(f"{node_id} is gone from the registry")
+        if time.monotonic() > deadline:
+            raise DeadlineExceededError(f"{node_id} made no progress in {seconds:g} s")
 
     def _take(self, read: asyncio.Future[ReadResult]) -> None:
         if read.cancelled():

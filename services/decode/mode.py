@@ -23,15 +23,15 @@ def choose_prefill_mode(
 ) -> PrefillMode:
     """Decides by how many tokens nobody here has computed yet.
 
-    What decode's own cache covers but for less than a block is quicker computed than asked for; prompts below
-    `min_remote_prefill_tokens` are as well, if the operator says so.
+    A short rest after a hit in decode's own cache is quicker computed here than by a worker that may have to read that
+    prefix first. Prompts below `min_remote_prefill_tokens` stay here as well, if the operator says so.
     """
     if not candidates:
         return PrefillMode(False, "no_candidate" if worker.has_prefill_nodes() else "aggregated_mode")
     worker.manager.prepare(request)
     uncached = request.num_uncached_tokens
     num_cached = request.num_tokens - uncached
-    if num_cached and uncached <= worker.settings.block_size:
+    if num_cached and uncached <= worker.settings.max_local_suffix_tokens:
         return PrefillMode(False, "cached")
     if uncached < worker.settings.min_remote_prefill_tokens:
         return PrefillMode(False, "short_prompt")

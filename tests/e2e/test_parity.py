@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 MAX_TOKENS = 12
 # Around block and chunk borders (16 and 512), one token, and long.
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 127, 200, 256, 300, 511, 512, 513, 700, 1025, 1800, 3000)
-FLAGS = ("--dtype", "float32", "--kv-cache-bytes", "512MiB", "--max-num-seqs", "32", "--kvstore", "false")
+FLAGS = ("--dtype", "float32", "--kv-cache-bytes", "512MiB", "--max-num-seqs", "32")
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +109,10 @@ def test_status_tells_how_each_request_went(stack: Stack, prompts: list[list[int
                 assert report["transport"] in ("tcp", "shm"), report
                 assert report["transfer_bytes"] > 0, report
             else:
-                # Decode had all but the last block of it from an earlier prompt with the same beginning.
+                # Decode had all but a short rest of it from an earlier prompt with the same beginning.
                 assert report["reason"] == "cached", report
-                assert 0 < len(prompt) - report["num_cached_tokens"] <= 16, report
+                assert 0 < len(prompt) - report["num_cached_tokens"] <= 64, report
+                assert report["num_cached_tokens"] > 0, report
     if stack.mode != "aggregated":
         assert crossed >= len(prompts)
 
