@@ -27,7 +27,9 @@ SMALL = ("--kv-cache-bytes", "400MiB")
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    with running_stack("--prefill", "2", "--decode", "2", *SMALL) as running:
+    # In turn, so that a prefix has to be found wherever it is, and not only where it was.
+    turns = ("--gateway-args", "--routing-policy round_robin")
+    with running_stack("--prefill", "2", "--decode", "2", *turns, *SMALL) as running:
         yield running
 
 
@@ -86,19 +88,25 @@ def test_a_prefix_computed_on_one_prefill_worker_is_a_hit_on_the_other(stack: St
             assert cached == answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 640, entry
             assert cached + entry["num_computed_tokens"] == 730, entry
     assert any(entry["num_external_tokens"] for entry in entries), entries
+    wait_back(stack, holder)
+
+
+def wait_back(stack: Stack, victim: dict[str, Any]) -> None:
+    """Until the node runs again, in another life."""
+    deadline = time.monotonic() + 60
+    while True:
+        nodes = [node for node in stack.nodes(victim["role"]) if node["id"] == victim["id"]]
+        if nodes and nodes[0]["state"] == "ready" and nodes[0]["incarnation"] != victim["incarnation"]:
+            return
+        assert time.monotonic() < deadline, f"{victim['id']} did not come back"
+        time.sleep(0.2)
 
 
 def test_kill_9_of_any_worker_heals(stack: Stack) -> None:
     for role in ("prefill", "decode", "kvstore"):
         victim = stack.nodes(role)[0]
         os.kill(victim["pid"], signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while True:
-            nodes = [node for node in stack.nodes(role) if node["id"] == victim["id"] and node["state"] == "ready"]
-            if nodes and nodes[0]["incarnation"] != victim["incarnation"]:
-                break
-            assert time.monotonic() < deadline, f"{victim['id']} did not come back"
-            time.sleep(0.2)
+        wait_back(stack, victim)
         answers = [complete(stack, random_prompt(100 + n, 50)) for n in range(4)]
         assert all(len(answer["choices"][0]["token_ids"]) == 8 for answer in answers)
 
