@@ -164,6 +164,7 @@ class SequenceStream:
             priority=self._spec.priority,
             cache_salt=self._spec.cache_salt,
             namespace=self._placement.decode.namespace,
+            local_prefill_reason="" if self._placement.prefills else self._placement.decision.reason,
         )
         request.token_ids.extend(self._output)
         if self._output:

@@ -18,6 +18,8 @@ from services.gateway.http_errors import shown
 _INLINE_CHARACTERS = 20_000
 # No vocabulary has longer tokens than this, but for runs of one character.
 _MAX_CHARACTERS_PER_TOKEN = 256
+_USUAL_CHARACTERS_PER_TOKEN = 8
+_CUT_WORD_TOKENS = 64
 
 
 class ServedModel:
@@ -69,6 +71,12 @@ class ServedModel:
         if len(text) <= _INLINE_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
+        likely = max_tokens * _USUAL_CHARACTERS_PER_TOKEN
+        if len(text) > likely:
+            # The beginning alone mostly shows that it is too long; its last word may be cut, hence the margin.
+            head = await loop.run_in_executor(self._threads, self.tokenizer.encode, text[:likely])
+            if len(head) > max_tokens + _CUT_WORD_TOKENS:
+                return None
         return await loop.run_in_executor(
             self._threads, lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )

@@ -65,6 +65,9 @@ async def parse_completion(
     )
     if not prompt_only:
         check_min_tokens(sampling.min_tokens, asked)
+    if isinstance(body.prompt, list) and len(body.prompt) > max(limits.max_model_len, MAX_PROMPTS):
+        # Neither that many prompts nor one so long: no need to look at each item.
+        raise too_long(len(body.prompt), limits, at_least=True)
     raw = _prompts(body.prompt)
     n = parse_n(body, limits, len(raw))
     prompts = []

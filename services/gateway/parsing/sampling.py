@@ -16,6 +16,7 @@ from services.gateway.wire import GenerationFields
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 4096
+MAX_LOGIT_BIASES = 4096
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
 _INT32 = 2**31
@@ -224,6 +225,8 @@ def _logit_bias(given: Any, limits: Limits) -> tuple[tuple[int, float], ...]:
         return ()
     if not isinstance(given, dict):
         raise invalid("logit_bias must be an object of token ids and numbers.", "logit_bias")
+    if len(given) > MAX_LOGIT_BIASES:
+        raise invalid(f"logit_bias may name at most {MAX_LOGIT_BIASES} tokens, got {len(given)}.", "logit_bias")
     biases: dict[int, float] = {}
     for key, value in given.items():
         try:

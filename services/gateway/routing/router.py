@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from biphase.cache.hashing import extend_block_hashes, root_hash
 from biphase.request import BlockHash
@@ -21,6 +21,8 @@ log = event_logger(__name__)
 
 # Steps of work that a prefill worker may have waiting before no more is sent to it.
 _BACKLOG_STEPS = 2
+# Decision.reason, and with it RequestReport.reason, of a prompt that decode prefills as no prefill worker was free.
+PREFILL_BUSY = "prefill_busy"
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +89,8 @@ class Router:
     Args:
         index: what the index in Redis says; None without one.
         max_backlog_tokens: uncached tokens sent ahead to one prefill worker; 0 takes two of its steps.
+        max_busy_local_tokens: prompts with so many uncached tokens at most go to decode alone when all prefill workers
+            have more than that to do.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Router:
         speculation: SpeculativeHolders,
         index: PrefixHolders | None = None,
         max_backlog_tokens: int = 0,
+        max_busy_local_tokens: int = 0,
         observe: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         self._directory = directory
@@ -104,6 +109,7 @@ class Router:
         self._speculation = speculation
         self._index = index
         self._max_backlog_tokens = max_backlog_tokens
+        self._max_busy_local_tokens = max_busy_local_tokens
         self._observe = observe
         # Called whenever a place becomes free.
         self.on_freed: Callable[[], None] = lambda: None
@@ -136,17 +142,22 @@ class Router:
         decodes = [node for node in decodes if node.namespace == namespace]
         block_size = decodes[0].block_size
         prefills = self._directory.usable("prefill", namespace=namespace)
+        held = self._held(ticket, namespace, block_size)
+        num_tokens = len(ticket.token_ids)
+        busy = self._is_quicker_on_decode(prefills, num_tokens - max(held.values(), default=0) * block_size)
+        if busy:
+            prefills = []
         ready = [node for node in prefills if node.num_prefill_tokens_in_flight < self._backlog_limit(node)]
         if prefills and not ready:
             return None
-        held = self._held(ticket, namespace, block_size)
-        num_tokens = len(ticket.token_ids)
         request = RouteRequest(ticket.request_id, num_tokens, max(held.values(), default=0) * block_size)
         decision = self._policy.choose(
             request,
             [_view(node, held, block_size) for node in decodes],
             [_view(node, held, block_size) for node in ready],
         )
+        if busy:
+            decision = replace(decision, reason=PREFILL_BUSY)
         decode = next(node for node in decodes if node.node_id == decision.decode_id)
         by_id = {node.node_id: node for node in ready}
         chosen = [by_id[node_id] for node_id in decision.prefill_ids]
@@ -154,6 +165,13 @@ class Router:
         self._note(ticket, decode, chosen, decision, namespace, block_size)
         best = max((held.get(node.incarnation, 0) for node in (decode, *chosen[:1])), default=0) * block_size
         return Placement(decode, chosen[:3], decision, max(0, num_tokens - best), lambda: self.on_freed())
+
+    def _is_quicker_on_decode(self, prefills: Sequence[Node], num_uncached: int) -> bool:
+        """Whether a short prompt would wait behind longer ones in the whole prefill pool. A decode worker then computes
+        it between its steps: the streams there feel a short prompt little, its own client would feel the wait."""
+        if not prefills or num_uncached > self._max_busy_local_tokens:
+            return False
+        return min(node.num_prefill_tokens_in_flight for node in prefills) > num_uncached
 
     def _backlog_limit(self, node: Node) -> int:
         steps = node.info.max_num_batched_tokens if node.info is not None else 0

@@ -141,12 +141,16 @@ async def test_bad_values_in_completions(refusing: Running) -> None:
         ({"prompt": "word " * 3000}, "maximum context length is 2048 tokens"),
         ({"prompt": "word " * 3000, "stream": True}, "maximum context length is 2048 tokens"),
         ({"prompt": "x" * 3_000_000}, "maximum context length is 2048 tokens"),
+        ({"prompt": "word " * 60_000}, "maximum context length is 2048 tokens"),
+        ({"prompt": [5] * 100_000}, "maximum context length is 2048 tokens"),
         ({"prompt": [5] * 2048}, "maximum context length is 2048 tokens"),
     ]
     for fields, words in cases:
         error = error_of(await refusing.complete(**fields), 400)
         assert words in error["message"], (fields, error)
     assert refusing.workers[0].seen == []
+    # Many characters, few tokens.
+    assert (await refusing.complete(prompt="x" + " " * 30_000)).status_code == 200
 
 
 async def test_numbers_that_are_none(refusing: Running) -> None:
