@@ -94,6 +94,7 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
             max_model_len=max_model_len,
             max_waiting=settings.max_waiting,
             policy=policy,
+            max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
         ),
         layout=layout,
         model=node_pb2.ModelInfo(

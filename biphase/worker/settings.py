@@ -20,6 +20,8 @@ WORKER_FLAGS = (
     *ENGINE_FLAGS,
     Flag("scheduling-policy", str, "", "default: fcfs for decode, shortest_first for prefill",
          choices=("fcfs", "priority", "shortest_first")),
+    Flag("max-mixed-prefill-tokens", non_negative, 128,
+         "prompt tokens in a step that also decodes, at most; 0: only --max-num-batched-tokens limits them"),
     Flag("transports", str, ("shm", "tcp"), "transports to use for KV blocks, best first", many=True),
     Flag("require-transport", str, "", "refuse peers that cannot be reached by this transport"),
     Flag("min-remote-prefill-tokens", non_negative, 0,
@@ -65,6 +67,7 @@ class WorkerSettings:
     lease_seconds: float
     max_waiting: int
     scheduling_policy: str
+    max_mixed_prefill_tokens: int
     transports: tuple[str, ...]
     require_transport: str
     min_remote_prefill_tokens: int

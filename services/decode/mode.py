@@ -19,14 +19,19 @@ class PrefillMode:
 
 
 def choose_prefill_mode(
-    worker: Worker, request: Request, candidates: Sequence[decode_pb2.PrefillCandidate]
+    worker: Worker,
+    request: Request,
+    candidates: Sequence[decode_pb2.PrefillCandidate],
+    local_reason: str,
 ) -> PrefillMode:
     """Decides by how many tokens nobody here has computed yet.
 
     A short rest after a hit in decode's own cache is quicker computed here than by a worker that may have to read that
-    prefix first. Prompts below `min_remote_prefill_tokens` stay here as well, if the operator says so.
+    prefix first. The gateway sends no candidates, and says why, when all are busy with longer work. Prompts below `min_remote_prefill_tokens` stay here as well, if the operator says so.
     """
     if not candidates:
+        if local_reason:
+            return PrefillMode(False, local_reason)
         return PrefillMode(False, "no_candidate" if worker.has_prefill_nodes() else "aggregated_mode")
     worker.manager.prepare(request)
     uncached = request.num_uncached_tokens

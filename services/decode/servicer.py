@@ -43,7 +43,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             )
         request = self._parse(message)
         with worker.accept(request):
-            async for answer in self._run(request, list(message.prefill_candidates)):
+            async for answer in self._run(request, list(message.prefill_candidates), message.local_prefill_reason):
                 yield answer
 
     def _parse(self, message: decode_pb2.GenerateRequest) -> Request:
@@ -62,12 +62,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         )
 
     async def _run(
-        self, request: Request, candidates: list[decode_pb2.PrefillCandidate]
+        self, request: Request, candidates: list[decode_pb2.PrefillCandidate], local_reason: str
     ) -> AsyncIterator[decode_pb2.GenerateResponse]:
         worker = self._worker
         queue: EventQueue = asyncio.Queue()
         pins = IoPins(worker.pool)
-        mode = choose_prefill_mode(worker, request, candidates)
+        mode = choose_prefill_mode(worker, request, candidates, local_reason)
         # Decode fetches a shared prefix for itself only where it also computes the rest.
         plan = None if mode.remote else worker.prefixes.plan(request)
         request.awaits_kv = mode.remote or plan is not None

@@ -74,6 +74,7 @@ class Gateway:
             speculation=SpeculativeHolders(lifetime_seconds=lifetime),
             index=self._cluster,
             max_backlog_tokens=settings.max_prefill_backlog_tokens,
+            max_busy_local_tokens=settings.max_busy_local_tokens,
             observe=lambda decision: self.metrics.routed(policy.name, decision.reason),
         )
         self.queue = AdmissionQueue(self.router, max_waiting=settings.max_queue, prefill_rate=self._prefill_rate)

@@ -29,6 +29,8 @@ GATEWAY_FLAGS = (
     Flag("max-queue", positive, 1024, "sequences that may wait for a worker; more are answered 429"),
     Flag("max-prefill-backlog-tokens", non_negative, 0,
          "uncached prompt tokens sent ahead to one prefill worker; 0: two of its steps"),
+    Flag("max-busy-local-tokens", non_negative, 256,
+         "prompts of so many uncached tokens are prefilled by decode while all prefill workers have more to do"),
     Flag("request-timeout", positive_seconds, 600.0, "seconds a request may take altogether"),
     Flag("max-retries", non_negative, 3, "other decode workers to try when one fails a request"),
     Flag("max-request-bytes", num_bytes, 16 * 2**20, "largest request body"),
@@ -65,6 +67,7 @@ class GatewaySettings:
     routing_policy: str
     max_queue: int
     max_prefill_backlog_tokens: int
+    max_busy_local_tokens: int
     request_timeout: float
     max_retries: int
     max_request_bytes: int

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from biphase.rpc.v1 import common_pb2 as biphase_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62iphase/rpc/v1/decode.proto\x12\x0e\x62iphase.rpc.v1\x1a\x1b\x62iphase/rpc/v1/common.proto\"\xfc\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.biphase.rpc.v1.SamplingParams\x12<\n\x12prefill_candidates\x18\x05 \x03(\x0b\x32 .biphase.rpc.v1.PrefillCandidate\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x11\n\tnamespace\x18\x08 \x01(\x0c\"I\n\x10PrefillCandidate\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xe5\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12/\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1d.biphase.rpc.v1.TokenLogprobs\x12\x36\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1d.biphase.rpc.v1.TokenLogprobs\x12-\n\x06report\x18\x04 \x01(\x0b\x32\x1d.biphase.rpc.v1.RequestReport\x12&\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x16.biphase.rpc.v1.Finish\"F\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id2Y\n\x06\x44\x65\x63ode\x12O\n\x08Generate\x12\x1f.biphase.rpc.v1.GenerateRequest\x1a .biphase.rpc.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62iphase/rpc/v1/decode.proto\x12\x0e\x62iphase.rpc.v1\x1a\x1b\x62iphase/rpc/v1/common.proto\"\x9a\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.biphase.rpc.v1.SamplingParams\x12<\n\x12prefill_candidates\x18\x05 \x03(\x0b\x32 .biphase.rpc.v1.PrefillCandidate\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x11\n\tnamespace\x18\x08 \x01(\x0c\x12\x1c\n\x14local_prefill_reason\x18\t \x01(\t\"I\n\x10PrefillCandidate\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xe5\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12/\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1d.biphase.rpc.v1.TokenLogprobs\x12\x36\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1d.biphase.rpc.v1.TokenLogprobs\x12-\n\x06report\x18\x04 \x01(\x0b\x32\x1d.biphase.rpc.v1.RequestReport\x12&\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x16.biphase.rpc.v1.Finish\"F\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id2Y\n\x06\x44\x65\x63ode\x12O\n\x08Generate\x12\x1f.biphase.rpc.v1.GenerateRequest\x1a .biphase.rpc.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'biphase.rpc.v1.decode_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=77
-  _globals['_GENERATEREQUEST']._serialized_end=329
-  _globals['_PREFILLCANDIDATE']._serialized_start=331
-  _globals['_PREFILLCANDIDATE']._serialized_end=404
-  _globals['_GENERATERESPONSE']._serialized_start=407
-  _globals['_GENERATERESPONSE']._serialized_end=636
-  _globals['_FINISH']._serialized_start=638
-  _globals['_FINISH']._serialized_end=708
-  _globals['_DECODE']._serialized_start=710
-  _globals['_DECODE']._serialized_end=799
+  _globals['_GENERATEREQUEST']._serialized_end=359
+  _globals['_PREFILLCANDIDATE']._serialized_start=361
+  _globals['_PREFILLCANDIDATE']._serialized_end=434
+  _globals['_GENERATERESPONSE']._serialized_start=437
+  _globals['_GENERATERESPONSE']._serialized_end=666
+  _globals['_FINISH']._serialized_start=668
+  _globals['_FINISH']._serialized_end=738
+  _globals['_DECODE']._serialized_start=740
+  _globals['_DECODE']._serialized_end=829
 # @@protoc_insertion_point(module_scope)

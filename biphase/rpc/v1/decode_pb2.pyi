@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "sampling", "prefill_candidates", "priority", "cache_salt", "namespace")
+    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "sampling", "prefill_candidates", "priority", "cache_salt", "namespace", "local_prefill_reason")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_REASON_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -25,7 +26,8 @@ class GenerateRequest(_message.Message):
     priority: int
     cache_salt: str
     namespace: bytes
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., namespace: _Optional[bytes] = ...) -> None: ...
+    local_prefill_reason: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., namespace: _Optional[bytes] = ..., local_prefill_reason: _Optional[str] = ...) -> None: ...
 
 class PrefillCandidate(_message.Message):
     __slots__ = ("node_id", "incarnation", "address")
