@@ -9,8 +9,11 @@ from collections.abc import AsyncGenerator, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from biphase.errors import UnavailableError
 from biphase.telemetry.events import event_logger
 from services.gateway.disconnect import wait_disconnect
+from services.gateway.frames.text import DONE, event
+from services.gateway.http_errors import object_of
 
 log = event_logger(__name__)
 
@@ -26,7 +29,7 @@ class SlowReaders:
     def __init__(self, limit_seconds: float) -> None:
         self._limit_seconds = limit_seconds
         # Stream's task -> when the write that it waits for began.
-        self.writing: dict[asyncio.Task[None], float] = {}
+        self.writing: dict[asyncio.Future[None], float] = {}
 
     async def run(self) -> None:
         while True:
@@ -62,14 +65,22 @@ class EventStream(Response):
         watch = asyncio.ensure_future(wait_disconnect(receive))
         try:
             await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (pump, watch):
-                task.cancel()
-            await asyncio.wait({pump, watch})
-            self._readers.writing.pop(pump, None)
-            await self._events.aclose()
-        if not pump.cancelled() and (error := pump.exception()) is not None:
-            raise error
+        except asyncio.CancelledError:
+            # The server stops and its patience is over; the client is told, since the stream looks healthy so far.
+            await self._close(pump, watch)
+            error = UnavailableError("The server is shutting down.")
+            await send({"type": "http.response.body", "body": event(object_of(error)) + DONE, "more_body": False})
+            raise
+        await self._close(pump, watch)
+        if not pump.cancelled() and (failure := pump.exception()) is not None:
+            raise failure
+
+    async def _close(self, pump: asyncio.Future[None], watch: asyncio.Future[None]) -> None:
+        for task in (pump, watch):
+            task.cancel()
+        await asyncio.wait({pump, watch})
+        self._readers.writing.pop(pump, None)
+        await self._events.aclose()
 
     async def _pump(self, send: Send) -> None:
         task = asyncio.current_task()

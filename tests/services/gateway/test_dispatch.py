@@ -153,7 +153,7 @@ async def test_no_more_sequences_than_a_worker_takes(start_gateway: StartGateway
 async def test_prefill_backlog_holds_requests_in_the_gateway(start_gateway: StartGateway, says: Says) -> None:
     """A request goes out when a prefill worker is about to be free, shortest first among those that wait."""
     decode = says(first_delay_seconds=0.15)
-    running = await start_gateway(decode, says(role="prefill"), max_prefill_backlog_tokens=64)
+    running = await start_gateway(decode, says(role="prefill"), max_prefill_backlog_tokens=64, max_busy_local_tokens=0)
 
     async def one(length: int) -> None:
         assert (await running.complete(prompt=[length] * length, max_tokens=1)).status_code == 200
@@ -166,6 +166,20 @@ async def test_prefill_backlog_holds_requests_in_the_gateway(start_gateway: Star
     assert running.gateway.queue.num_waiting == 3
     await asyncio.gather(*tasks)
     assert [len(seen.request.token_ids) for seen in decode.seen] == [100, 30, 60, 90]
+
+
+async def test_short_prompts_go_to_decode_alone_while_prefill_is_busy(start_gateway: StartGateway, says: Says) -> None:
+    decode = says(first_delay_seconds=0.15)
+    running = await start_gateway(decode, says(role="prefill"), max_busy_local_tokens=50)
+    tasks = [asyncio.create_task(running.complete(prompt=[5] * 200, max_tokens=1))]
+    await running.settle(lambda: decode.num_running == 1)
+    tasks += [asyncio.create_task(running.complete(prompt=[6] * length, max_tokens=1)) for length in (40, 60)]
+    responses = await asyncio.gather(*tasks)
+    assert all(response.status_code == 200 for response in responses)
+    ways = {len(seen.request.token_ids): len(seen.request.prefill_candidates) for seen in decode.seen}
+    assert ways == {200: 1, 40: 0, 60: 1}
+    reasons = {len(seen.request.token_ids): seen.request.local_prefill_reason for seen in decode.seen}
+    assert reasons == {200: "", 40: "prefill_busy", 60: ""}
 
 
 async def test_deadline(start_gateway: StartGateway, says: Says) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
@@ -9,12 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.fakes import free_port
+from tests.fakes import FakeDecode, free_port
 
 _PROBE = """
 import sys
@@ -81,6 +84,33 @@ def test_refuses_to_start_with_one_sentence(flags: list[str], words: str) -> Non
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 2 and words in errors
     assert "Traceback" not in errors and len(errors.strip().splitlines()) == 1
+
+
+async def test_a_stream_that_outlasts_the_drain_is_told(says: Callable[..., FakeDecode]) -> None:
+    worker = await says(delay_seconds=0.05).start()
+    port = free_port()
+    process = _start("--port", str(port), "--drain-timeout", "1", "--decode-nodes", worker.address)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            for _ in range(200):
+                with contextlib.suppress(httpx.ConnectError):
+                    if (await client.get("/health")).status_code == 200:
+                        break
+                await asyncio.sleep(0.05)
+            parts = []
+            body = {"prompt": "x", "max_tokens": 2000, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                async for part in response.aiter_text():
+                    if not parts:
+                        process.send_signal(signal.SIGTERM)
+                    parts.append(part)
+        text = "".join(parts)
+        assert text.endswith("data: [DONE]\n\n") and "shutting down" in text
+        assert await asyncio.to_thread(process.wait, 10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+        await worker.stop()
 
 
 def test_a_taken_port_is_named() -> None:
