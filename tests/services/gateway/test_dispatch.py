@@ -173,7 +173,7 @@ async def test_short_prompts_go_to_decode_alone_while_prefill_is_busy(start_gate
     running = await start_gateway(decode, says(role="prefill"), max_busy_local_tokens=50)
     tasks = [asyncio.create_task(running.complete(prompt=[5] * 200, max_tokens=1))]
     await running.settle(lambda: decode.num_running == 1)
-    tasks += [asyncio.create_task(running.complete(prompt=[6] * length, max_tokens=1)) for length in (40, 60)]
+    tasks += [asyncio.create_task(running.complete(prompt=[length] * length, max_tokens=1)) for length in (40, 60)]
     responses = await asyncio.gather(*tasks)
     assert all(response.status_code == 200 for response in responses)
     ways = {len(seen.request.token_ids): len(seen.request.prefill_candidates) for seen in decode.seen}
