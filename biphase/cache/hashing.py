@@ -43,9 +43,7 @@ def chain(parent: bytes, token_ids: Sequence[int]) -> BlockHash:
     return BlockHash(hashlib.sha256(parent + array("I", token_ids).tobytes()).digest())
 
 
-def extend_block_hashes(
-    hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], block_size: int
-) -> None:
+def extend_block_hashes(hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], block_size: int) -> None:
     """Appends the hashes of the full blocks of `token_ids` that `hashes` does not name yet."""
     parent: bytes = hashes[-1] if hashes else root
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
