@@ -6,21 +6,22 @@ share a slot in a Redis Cluster and can be read and written together.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeAlias, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from biphase.errors import ConfigError
 
 # What a call on a client may raise when the server is away, refuses or hangs. Cancellation is none of them.
-REDIS_FAILURES = (RedisError, OSError, TimeoutError)
+REDIS_FAILURES = (RedisError, RedisClusterException, OSError, TimeoutError)
 
 Client: TypeAlias = Redis
 
@@ -31,7 +32,7 @@ def connect(url: str, *, timeout_seconds: float = 2.0) -> Client:
     """A client for `url`; nothing is sent before the first command.
 
     `redis+sentinel://[user:password@]host:port[,host:port]/<service>[?db=0]` asks sentinels for the master;
-    `redis+cluster://host:port` (`rediss+cluster://` with TLS) joins a Redis Cluster.
+    `redis+cluster://host:port` joins a Redis Cluster; `rediss+...` is the same with TLS to the data nodes.
 
     Args:
         timeout_seconds: longest wait for a connection or an answer. Blocking reads must ask for less than this.
@@ -47,7 +48,7 @@ def connect(url: str, *, timeout_seconds: float = 2.0) -> Client:
     }
     scheme = urlsplit(url).scheme
     try:
-        if scheme == "redis+sentinel":
+        if scheme in ("redis+sentinel", "rediss+sentinel"):
             return _through_sentinel(url, options)
         if scheme in ("redis+cluster", "rediss+cluster"):
             cluster = RedisCluster.from_url(url.replace("+cluster", "", 1), socket_timeout=timeout_seconds)
@@ -55,8 +56,9 @@ def connect(url: str, *, timeout_seconds: float = 2.0) -> Client:
             return cast(Client, cluster)
         if scheme in ("redis", "rediss", "unix"):
             return Redis.from_pool(ConnectionPool.from_url(url, **options))
-    except ValueError as error:
-        raise ConfigError(f"--redis-url: {error}") from error
+    except (ValueError, RedisClusterException) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"--redis-url: {reason}") from error
     raise ConfigError(f"--redis-url must start with {_SCHEMES}")
 
 
@@ -75,8 +77,33 @@ def _through_sentinel(url: str, options: dict[str, Any]) -> Client:
         addresses, sentinel_kwargs={"socket_timeout": options["socket_timeout"]}
     )
     database = int(parse_qs(parts.query).get("db", ["0"])[0])
+    if parts.scheme == "rediss+sentinel":
+        options = {**options, "ssl": True}
     secrets = {"username": unquote(username) or None, "password": unquote(password) or None}
-    return cast(Client, sentinel.master_for(service, db=database, **secrets, **options))
+    return cast(
+        Client,
+        sentinel.master_for(service, connection_pool_class=_MasterPool, db=database, **secrets, **options),
+    )
+
+
+class _MasterPool(SentinelConnectionPool):
+    """Connections to the master. Closes those to the sentinels with them, which nobody else does."""
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        for client in self.sentinel_manager.sentinels:
+            await client.aclose()
+
+
+def heed_cancellation() -> None:
+    """For loops around Redis calls: raises CancelledError where a cancellation was asked for and got lost.
+
+    The client turns cancellations into time-outs of its own when the two meet; a loop that goes on after failures
+    would then go on for ever.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def key(cluster: str, *parts: str) -> str:

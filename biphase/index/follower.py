@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from biphase.index.connection import REDIS_FAILURES, Client
+from biphase.index.connection import REDIS_FAILURES, Client, heed_cancellation
 from biphase.index.events import START_ID, IndexEvent, IndexKeys, Position, Snapshot, id_order
 from biphase.index.view import Applied, IndexView
 from biphase.request import NodeId
@@ -81,6 +81,7 @@ class IndexFollower:
         failures = 0
         next_check = 0.0
         while True:
+            heed_cancellation()
             try:
                 if self._check_now or time.monotonic() >= next_check:
                     self._check_now = False

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from biphase.index.connection import REDIS_FAILURES, Client
+from biphase.index.connection import REDIS_FAILURES, Client, heed_cancellation
 from biphase.index.events import (
     MAX_STREAM_ENTRIES,
     START_ID,
@@ -141,6 +141,7 @@ class IndexPublisher:
         next_check = 0.0
         failures = 0
         while not self._closed:
+            heed_cancellation()
             try:
                 await self.flush()
                 if time.monotonic() >= next_check:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from biphase.index.connection import REDIS_FAILURES, Client, key
+from biphase.index.connection import REDIS_FAILURES, Client, heed_cancellation, key
 from biphase.request import NodeId
 from biphase.telemetry.events import event_logger
 
@@ -234,6 +234,7 @@ async def keep_alive(
     last = record()
     try:
         while True:
+            heed_cancellation()
             last = record()
             await registry.heartbeat(last)
             await asyncio.sleep(interval_seconds)
@@ -265,6 +266,7 @@ class RegistryWatch:
     async def run(self) -> None:
         """Polls until cancelled."""
         while True:
+            heed_cancellation()
             self.nodes = await self._registry.list()
             for callback in self._subscribers:
                 callback(self.nodes)

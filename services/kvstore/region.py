@@ -357,10 +357,9 @@ class Region:
 
 
 async def cancel(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancels and waits. Again where it had no effect: a cancellation that meets a time-out inside the Redis client is
-    lost in it."""
+    """Cancels and waits. Once more where it has no effect within the longest wait for Redis."""
     pending = set(tasks)
     while pending:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=0.2)
+        _, pending = await asyncio.wait(pending, timeout=3.0)

@@ -1,0 +1,155 @@
+"""Every way to reach Redis, by URL: registry and index work over each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from biphase.errors import ConfigError
+from biphase.index.connection import connect, key
+from biphase.index.follower import IndexFollower
+from biphase.index.publisher import IndexPublisher
+from biphase.index.registry import NodeRecord, Registry
+from biphase.index.view import IndexView
+from biphase.request import BlockHash, NodeId
+from tests.index.servers import ServerProcess, redis_binary, self_signed
+
+# The commands that biphase needs, for an ACL.
+COMMANDS = (
+    "+ping +hello +auth +client|setinfo +select +multi +exec +set +get +getrange +mget +del "
+    "+expire +zadd +zrange +zrem +xadd +xread +xrange +xrevrange +hset +hget +hgetall +hdel"
+)
+HASHES = [BlockHash(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
+NAMESPACE = b"\x01" * 32
+
+StartServer = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    servers: list[ServerProcess] = []
+
+    def start(*lines: str, binary: str | None = None, sentinel: bool = False) -> ServerProcess:
+        servers.append(ServerProcess(tmp_path / f"server{len(servers)}", *lines, binary=binary, sentinel=sentinel))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+async def works(url: str) -> None:
+    """Uses everything there is of registry and index."""
+    client = connect(url)
+    registry = Registry(client)
+    node = NodeRecord(NodeId("a"), "prefill", "one", 1, "127.0.0.1:1")
+    assert await registry.heartbeat(node), "the registry did not get through"
+    assert await registry.list() == [node]
+    publisher = IndexPublisher(client, "default", NAMESPACE, NodeId("a"), "one", lambda: HASHES[:2], check_seconds=0.05)
+    view = IndexView()
+    follower = IndexFollower(client, "default", NAMESPACE, view, check_seconds=0.05)
+    tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(follower.run())]
+    await until(lambda: view.longest_chain(HASHES) == [("a", 2)])
+    publisher.on_stored([(block_hash, 0) for block_hash in HASHES])
+    await until(lambda: view.longest_chain(HASHES) == [("a", 5)])
+    await asyncio.sleep(0.2)
+    assert publisher.stats.num_failures == follower.stats.num_failures == 0
+    await publisher.close()
+    await until(lambda: view.holders() == {})
+    assert await registry.leave(NodeId("a"), "one")
+    assert await registry.list() == []
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.aclose()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost", "http://x", "redis+sentinel://h:1", "redis://h:nan", "redis+cluster://"]
+)
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="--redis-url"):
+        connect(url)
+
+
+def test_keys_share_a_slot() -> None:
+    assert key("c", "node", "a") == "biphase:{c}:node:a"
+
+
+async def test_tcp_and_database(start_server: StartServer) -> None:
+    server = start_server("port {port}")
+    await works(f"redis://127.0.0.1:{server.port}/3")
+    with redis.Redis(port=server.port, db=3) as client:
+        assert client.dbsize() > 0
+
+
+async def test_redis_itself(start_server: StartServer) -> None:
+    binary = redis_binary()
+    if binary is None:
+        pytest.skip("no redis-server here")
+    server = start_server("port {port}", binary=binary)
+    await works(f"redis://127.0.0.1:{server.port}")
+
+
+async def test_password(start_server: StartServer) -> None:
+    server = start_server("port {port}", "requirepass s3cret")
+    await works(f"redis://:s3cret@127.0.0.1:{server.port}")
+    client = connect(f"redis://:wrong@127.0.0.1:{server.port}")
+    registry = Registry(client)
+    assert await registry.list() == [] and not registry.available
+    await client.aclose()
+
+
+async def test_acl_user_with_just_what_is_needed(start_server: StartServer) -> None:
+    server = start_server("port {port}", f"user biphase on >pa/ss ~biphase:* {COMMANDS}", "user default off")
+    await works(f"redis://biphase:pa%2Fss@127.0.0.1:{server.port}")
+
+
+async def test_tls(start_server: StartServer, tmp_path: Path) -> None:
+    binary = redis_binary()
+    if binary is None or shutil.which("openssl") is None:
+        pytest.skip("no redis-server with TLS here")
+    certificate, private = self_signed(tmp_path)
+    server = start_server(
+        "port 0", "tls-port {port}", f"tls-cert-file {certificate}", f"tls-key-file {private}",
+        f"tls-ca-cert-file {certificate}", "tls-auth-clients no", "requirepass s3cret", binary=binary,
+    )  # fmt: skip
+    await works(f"rediss://:s3cret@127.0.0.1:{server.port}?ssl_ca_certs={certificate}")
+
+
+async def test_sentinel(start_server: StartServer) -> None:
+    server = start_server("port {port}", "requirepass s3cret")
+    sentinel = start_server(
+        "port {port}",
+        f"sentinel monitor main 127.0.0.1 {server.port} 1",
+        "sentinel auth-pass main s3cret",
+        sentinel=True,
+    )
+    await works(f"redis+sentinel://:s3cret@127.0.0.1:{sentinel.port}/main")
+
+
+async def test_cluster(start_server: StartServer) -> None:
+    server = start_server("port {port}", "cluster-enabled yes")
+    with redis.Redis(port=server.port) as client:
+        client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        await until(lambda: b"cluster_state:ok" in raw(client))
+    await works(f"redis+cluster://127.0.0.1:{server.port}")
+
+
+def raw(client: redis.Redis) -> bytes:
+    answer = client.execute_command("CLUSTER INFO")
+    return answer if isinstance(answer, bytes) else b"cluster_state:" + str(answer.get("cluster_state")).encode()
