@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from biphase.cache.block_pool import BlockPool
+from biphase.index.placement import Run, place
 from biphase.index.registry import NodeRecord
 from biphase.request import BlockHash
 from biphase.rpc.client import ChannelPool
@@ -72,17 +73,18 @@ class BlockOffers:
             self._wake.clear()
             while self._queue:
                 hashes, cache_salt = self._queue.popleft()
-                for store in self.stores()[:1]:
-                    await self._offer(store, hashes, cache_salt)
+                stores = {record.node_id: record for record in self.stores()}
+                for run in place(hashes, list(stores)) if stores else ():
+                    await self._offer(stores[run.store], hashes, run, cache_salt)
 
-    async def _offer(self, store: NodeRecord, hashes: tuple[BlockHash, ...], cache_salt: str) -> None:
-        start = 0
-        while start < len(hashes) and self.is_stored(hashes[start]):
+    async def _offer(self, store: NodeRecord, hashes: tuple[BlockHash, ...], run: Run, cache_salt: str) -> None:
+        start = run.start
+        while start < run.stop and self.is_stored(hashes[start]):
             start += 1
-        if start == len(hashes):
+        if start == run.stop:
             return
         # What was evicted meanwhile, and what follows it, is not offered.
-        held = self.pool.lease_chain(hashes[start:])
+        held = self.pool.lease_chain(hashes[start : run.stop])
         if not held:
             return
         lease = self.leases.open(store.node_id, store.incarnation, [block_id for block_id, _ in held], adopt=True)

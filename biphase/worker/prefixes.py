@@ -17,6 +17,7 @@ from biphase.cache.manager import KVCacheManager
 from biphase.engine import Engine, Reserved
 from biphase.errors import BiphaseError, CorruptBlockError
 from biphase.index.registry import NodeRecord
+from biphase.index.view import Span
 from biphase.request import BlockHash, NodeId, Request
 from biphase.rpc.client import ChannelPool
 from biphase.rpc.errors import from_rpc_error
@@ -40,19 +41,27 @@ _ASSUMED_BYTES_PER_SECOND = 1e9
 class PrefixIndex(Protocol):
     """Who holds which blocks; biphase.index.view.IndexView is one."""
 
-    def longest_chain(
-        self, hashes: Sequence[BlockHash], exclude: Collection[NodeId] = ()
-    ) -> Sequence[tuple[NodeId, int]]:
-        """(node, number of leading hashes it holds), the longest first."""
+    def plan(self, hashes: Sequence[BlockHash], exclude: Collection[NodeId] = ()) -> Sequence[Span]:
+        """Who holds which part of the longest leading part of the chain that can be had, in order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixPlan:
-    """Read blocks [?, end_block) of the request from `node`; where they start is known at the reservation."""
+class PrefixPart:
+    """The request's blocks up to `end_block`, from where the part before ends, are at `node`."""
 
     node: NodeRecord
     end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPlan:
+    """What to read where, in order. Where the first part starts is known at the reservation.
+
+    More than one part when several block stores share the chain.
+    """
+
+    parts: tuple[PrefixPart, ...]
 
 
 @dataclass(slots=True)
@@ -99,17 +108,28 @@ class PrefixFetcher:
         num_own = (request.num_tokens - request.num_uncached_tokens) // block_size
         if usable <= num_own:
             return None
-        for node_id, length in self.index.longest_chain(
-            request.block_hashes[num_own:usable], exclude=(self.identity.node_id,)
-        ):
-            node = self.node_of(node_id)
-            if node is None or length == 0:
-                continue
-            if not self._is_faster(length):
-                self.counts.num_not_worth_it += 1
-                return None
-            return PrefixPlan(node, num_own + length)
-        return None
+        parts = self._parts(request.block_hashes[num_own:usable], num_own)
+        if not parts:
+            return None
+        if not self._is_faster(parts[-1].end_block - num_own):
+            self.counts.num_not_worth_it += 1
+            return None
+        return PrefixPlan(parts)
+
+    def _parts(self, hashes: Sequence[BlockHash], first: int) -> tuple[PrefixPart, ...]:
+        """Who holds what of the leading part of `hashes`, which start at block `first` of the request."""
+        exclude = {self.identity.node_id}
+        while True:
+            parts: list[PrefixPart] = []
+            for span in self.index.plan(hashes, exclude):
+                node = self.node_of(span.node_id)
+                if node is None:
+                    # The index has not heard yet that it is gone.
+                    exclude.add(span.node_id)
+                    break
+                parts.append(PrefixPart(node, first + span.stop))
+            else:
+                return tuple(parts)
 
     def _is_faster(self, num_blocks: int) -> bool:
         rate = self.engine.stats().prefill_tokens_per_second
@@ -119,35 +139,39 @@ class PrefixFetcher:
         return read < num_blocks * self.manager.block_size / rate
 
     async def load(self, request: Request, plan: PrefixPlan, reserved: Reserved) -> None:
-        """Fills the reserved blocks as far as the plan's node delivers, and lets the engine run the request.
+        """Fills the reserved blocks as far as the plan's nodes deliver, and lets the engine run the request.
 
         The caller holds references to the reserved blocks until this returns. Cancelled: returns when no read is
         posted any more, and the engine is not told.
         """
         first = reserved.num_cached_tokens // self.manager.block_size
         num_read = 0
-        try:
-            num_read = await self._fetch(request, plan, first, reserved.block_ids)
-        except BiphaseError as error:
-            self.counts.num_failed += 1
-            log.warning(
-                "prefix_fetch_failed", request_id=request.request_id, node=plan.node.node_id, code=error.code.value,
-                error=error.message,
-            )  # fmt: skip
+        for part in plan.parts:
+            try:
+                num_read += await self._fetch(request, part, first + num_read, reserved.block_ids)
+            except BiphaseError as error:
+                self.counts.num_failed += 1
+                log.warning(
+                    "prefix_fetch_failed", request_id=request.request_id, node=part.node.node_id,
+                    code=error.code.value, error=error.message,
+                )  # fmt: skip
+            if first + num_read < part.end_block:
+                # What follows a missing block is of no use.
+                break
         self.engine.kv_ready(
             request.request_id,
             num_valid_tokens=(first + num_read) * self.manager.block_size,
             num_external_tokens=num_read * self.manager.block_size,
         )
 
-    async def _fetch(self, request: Request, plan: PrefixPlan, first: int, block_ids: Sequence[int]) -> int:
+    async def _fetch(self, request: Request, part: PrefixPart, first: int, block_ids: Sequence[int]) -> int:
         """Returns how many blocks from `first` on are here and verified."""
-        if plan.end_block <= first:
+        if part.end_block <= first:
             return 0
         self.counts.num_fetches += 1
-        channel = self.channels.get(plan.node.address)
+        channel = self.channels.get(part.node.address)
         stub = blocks_pb2_grpc.BlockHolderStub(channel)
-        wanted = request.block_hashes[first : plan.end_block]
+        wanted = request.block_hashes[first : part.end_block]
         try:
             answer: blocks_pb2.LeaseResponse = await stub.Lease(
                 blocks_pb2.LeaseRequest(
@@ -160,14 +184,14 @@ class PrefixFetcher:
                 timeout=_LEASE_CALL_SECONDS,
             )
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, plan.node.node_id) from error
+            raise from_rpc_error(error, part.node.node_id) from error
         if not answer.blocks:
             # The index was behind: a miss.
             return 0
         async with HeldLease(channel, answer.lease_id, answer.lease_seconds):
             for handle, block_hash in zip(answer.blocks, wanted, strict=False):
                 if handle.block_hash != block_hash:
-                    raise CorruptBlockError(f"{plan.node.node_id} leased another block than the one asked for")
+                    raise CorruptBlockError(f"{part.node.node_id} leased another block than the one asked for")
             return await self._read(request, answer, block_ids)
 
     async def _read(self, request: Request, answer: blocks_pb2.LeaseResponse, block_ids: Sequence[int]) -> int:
