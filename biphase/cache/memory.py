@@ -17,10 +17,13 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 
 # Not in the mmap and fcntl modules of Python 3.11.
 _MADV_POPULATE_WRITE = 23
 _F_SEAL_FUTURE_WRITE = 0x0010
+# A view takes about 200 bytes.
+_MAX_KEPT_VIEWS = 65536
 
 
 class SharedRegion:
@@ -99,6 +102,8 @@ class BlockMemory:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self._region = SharedRegion("biphase-kv", num_blocks * block_bytes, populate=populate)
+        # One view per block, made when the first run of blocks is asked for: slicing costs more than a small copy.
+        self._blocks: list[memoryview] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -128,10 +133,23 @@ class BlockMemory:
         start = block_id * self.block_bytes
         return self._region.view[start : start + self.block_bytes]
 
+    def blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """The bytes of several blocks, writable.
+
+        Raises:
+            IndexError: no such block.
+        """
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
+            raise IndexError(f"blocks {min(block_ids)} to {max(block_ids)} are not all of {self.num_blocks}")
+        if self._blocks is None and self.num_blocks <= _MAX_KEPT_VIEWS:
+            self._blocks = [self.block(block_id) for block_id in range(self.num_blocks)]
+        return list(map(self.block if self._blocks is None else self._blocks.__getitem__, block_ids))
+
     def open_read_only(self) -> int:
         return self._region.open_read_only()
 
     def close(self) -> None:
+        self._blocks = None
         self._region.close()
 
 

@@ -8,19 +8,22 @@ Everything is little-endian. A connection starts with one exchange:
 
 over tcp the test pattern follows WELCOME, over a unix socket the descriptors of the shared memory. Then, tcp only:
 
-    reader -> holder   READ     lease id and (block id, generation) of each block
+    reader -> holder   READ     lease id, all block ids, all generations
     holder -> reader   per batch of blocks, in the order asked:
                        DATA     one status byte per block
                        payload  of the blocks whose status is OK, back to back
-                       trailer  (checksum, generation) of the same blocks, read after the payload was sent
+                       trailer  all checksums, all generations of the same blocks, read after the payload was sent
 
-A frame is magic, version, kind, length, body. Whatever does not parse raises FrameError, and the connection ends.
+The next READ may be sent before the answer to the last one is complete. A frame is magic, version, kind, length, body.
+Whatever does not parse raises FrameError, and the connection ends.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -31,17 +34,16 @@ from biphase.errors import TransferFailedError
 
 VERSION = 1
 MAX_HELLO_BYTES = 16 * 1024
-MAX_READ_BLOCKS = 16 * 1024
-MAX_READ_BYTES = 256 * 1024
-MAX_BATCH_BLOCKS = 128
+MAX_READ_BLOCKS = 4096
+MAX_READ_BYTES = 80 * 1024
+MAX_BATCH_BLOCKS = 256
 
 _MAGIC = b"BPKV"
 _HEADER = struct.Struct("<4sHHI")
 _READ_HEAD = struct.Struct("<HI")
-_HANDLE = struct.Struct("<IQ")
-_TRAILER = struct.Struct("<QQ")
+_WORD_BYTES = 8
 HEADER_BYTES = _HEADER.size
-TRAILER_BYTES = _TRAILER.size
+TRAILER_BYTES = 2 * _WORD_BYTES
 
 
 class FrameError(TransferFailedError):
@@ -119,15 +121,15 @@ def count_field(body: dict[str, Any], name: str, minimum: int, maximum: int) -> 
     return value
 
 
-def pack_read(lease_id: str, handles: Sequence[tuple[int, int]]) -> bytes:
-    """A READ frame for (block id, generation) pairs; at most MAX_READ_BLOCKS of them."""
+def pack_read(lease_id: str, block_ids: Sequence[int], generations: Sequence[int]) -> bytes:
+    """A READ frame; at most MAX_READ_BLOCKS blocks."""
     lease = lease_id.encode()
-    body = b"".join([_READ_HEAD.pack(len(lease), len(handles)), lease, *(_HANDLE.pack(*handle) for handle in handles)])
+    body = _READ_HEAD.pack(len(lease), len(block_ids)) + lease + _pack_words(block_ids) + _pack_words(generations)
     return pack_header(Kind.READ, len(body)) + body
 
 
-def unpack_read(body: bytes) -> tuple[str, list[tuple[int, int]]]:
-    """Lease id and (block id, generation) pairs.
+def unpack_read(body: bytes) -> tuple[str, list[int], list[int]]:
+    """Lease id, block ids, generations.
 
     Raises:
         FrameError: the lengths do not add up, or no or too many blocks are asked for.
@@ -136,28 +138,44 @@ def unpack_read(body: bytes) -> tuple[str, list[tuple[int, int]]]:
         raise FrameError("a READ frame without a head")
     lease_bytes, num_blocks = _READ_HEAD.unpack_from(body)
     start = _READ_HEAD.size + lease_bytes
-    if not 1 <= num_blocks <= MAX_READ_BLOCKS or len(body) != start + num_blocks * _HANDLE.size:
+    if not 1 <= num_blocks <= MAX_READ_BLOCKS or len(body) != start + num_blocks * 2 * _WORD_BYTES:
         raise FrameError(f"a READ frame of {len(body)} bytes that claims {num_blocks} blocks")
     try:
         lease_id = body[_READ_HEAD.size : start].decode()
     except UnicodeDecodeError as error:
         raise FrameError("a READ frame whose lease id is not text") from error
-    return lease_id, list(_HANDLE.iter_unpack(memoryview(body)[start:]))
+    words = _unpack_words(body[start:])
+    return lease_id, words[:num_blocks], words[num_blocks:]
 
 
-def pack_data(statuses: Sequence[Status]) -> bytes:
-    return pack_header(Kind.DATA, len(statuses)) + bytes(statuses)
+def pack_data(statuses: bytes) -> bytes:
+    return pack_header(Kind.DATA, len(statuses)) + statuses
 
 
-def pack_trailer(entries: Sequence[tuple[int, int]]) -> bytes:
-    """(checksum, generation) per block."""
-    return b"".join(_TRAILER.pack(*entry) for entry in entries)
+def pack_trailer(checksums: Sequence[int], generations: Sequence[int]) -> bytes:
+    return _pack_words(checksums) + _pack_words(generations)
 
 
-def unpack_trailer(raw: bytes | memoryview) -> list[tuple[int, int]]:
-    return list(_TRAILER.iter_unpack(raw))
+def unpack_trailer(raw: bytes) -> tuple[list[int], list[int]]:
+    """Checksums and generations."""
+    words = _unpack_words(raw)
+    return words[: len(words) // 2], words[len(words) // 2 :]
 
 
-def checksum(payload: memoryview, block_id: int, generation: int) -> int:
-    """XXH3-64 of a block's bytes, seeded with its handle, so that a block in another's place does not pass."""
-    return xxhash.xxh3_64_intdigest(payload, seed=(generation << 32 ^ block_id) & 0xFFFFFFFFFFFFFFFF)
+def checksums(payloads: Sequence[memoryview], block_ids: Sequence[int]) -> list[int]:
+    """XXH3-64 of each block's bytes, seeded with its id at the holder: one in another's place does not pass."""
+    return list(map(xxhash.xxh3_64_intdigest, payloads, block_ids))
+
+
+def _pack_words(values: Sequence[int]) -> bytes:
+    words = array("Q", values)
+    if sys.byteorder != "little":
+        words.byteswap()
+    return words.tobytes()
+
+
+def _unpack_words(raw: bytes) -> list[int]:
+    words = array("Q", raw)
+    if sys.byteorder != "little":
+        words.byteswap()
+    return words.tolist()

@@ -62,21 +62,14 @@ def introduce(sock: DeadlineSocket, endpoint: Endpoint, hello: Hello, deadline: 
         StaleHandleError: the holder is another incarnation than the endpoint's.
         TransferFailedError: refused for another reason, no answer in time, or not this protocol.
     """
-    sock.send(
-        [
-            frames.pack_json(
-                Kind.HELLO,
-                {
-                    "node_id": hello.node_id,
-                    "incarnation": hello.incarnation,
-                    "holder_node_id": hello.holder_node_id,
-                    "holder_incarnation": hello.holder_incarnation,
-                    "layout": hello.layout.to_json(),
-                },
-            )
-        ],
-        deadline,
-    )
+    said = {
+        "node_id": hello.node_id,
+        "incarnation": hello.incarnation,
+        "holder_node_id": hello.holder_node_id,
+        "holder_incarnation": hello.holder_incarnation,
+        "layout": hello.layout.to_json(),
+    }
+    sock.send_bytes(frames.pack_json(Kind.HELLO, said), deadline)
     kind, raw = sock.recv_frame(deadline, frames.MAX_HELLO_BYTES)
     body = frames.unpack_json(raw)
     if kind is Kind.REFUSE:
@@ -102,7 +95,7 @@ def measure_pattern(sock: DeadlineSocket, deadline: float) -> float:
     seconds = 0.0
     for position in range(NUM_PATTERNS):
         start = time.perf_counter()
-        sock.recv_into([piece], deadline)
+        sock.recv_into([piece], PATTERN_BYTES, deadline)
         if position:
             seconds += time.perf_counter() - start
         if piece != test_pattern():
@@ -111,7 +104,7 @@ def measure_pattern(sock: DeadlineSocket, deadline: float) -> float:
 
 
 def send_pattern(sock: DeadlineSocket, deadline: float) -> None:
-    sock.send([memoryview(test_pattern())] * NUM_PATTERNS, deadline)
+    sock.send([test_pattern()] * NUM_PATTERNS, NUM_PATTERNS * PATTERN_BYTES, deadline)
 
 
 def answer(sock: DeadlineSocket, me: Endpoint, welcome: Welcome, deadline: float) -> Hello:
@@ -133,22 +126,16 @@ def answer(sock: DeadlineSocket, me: Endpoint, welcome: Welcome, deadline: float
             )
         me.layout.require_same(hello.layout)
     except BiphaseError as error:
-        sock.send([frames.pack_json(Kind.REFUSE, {"code": error.code.value, "message": error.message})], deadline)
+        refusal = {"code": error.code.value, "message": error.message}
+        sock.send_bytes(frames.pack_json(Kind.REFUSE, refusal), deadline)
         raise
-    sock.send(
-        [
-            frames.pack_json(
-                Kind.WELCOME,
-                {
-                    "node_id": me.node_id,
-                    "incarnation": me.incarnation,
-                    "num_blocks": welcome.num_blocks,
-                    "batch_blocks": welcome.batch_blocks,
-                },
-            )
-        ],
-        deadline,
-    )
+    said = {
+        "node_id": me.node_id,
+        "incarnation": me.incarnation,
+        "num_blocks": welcome.num_blocks,
+        "batch_blocks": welcome.batch_blocks,
+    }
+    sock.send_bytes(frames.pack_json(Kind.WELCOME, said), deadline)
     return hello
 
 

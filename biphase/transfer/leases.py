@@ -62,6 +62,9 @@ class Lease:
     on_end: Callable[[Lease, LeaseEnd], None] | None = None
     # Insertion-ordered: the order of the chain.
     block_ids: dict[int, None] = field(default_factory=dict)
+    # Batches of its blocks that are being sent. The references are kept until there is none, ended or not.
+    num_io: int = 0
+    is_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class LeaseCounts:
     num_leases: int
     # Blocks under at least one lease.
     num_leased_blocks: int
+    # Blocks of ended leases that are still being sent.
+    num_draining_blocks: int
     num_opened: int
     num_released: int
     num_reader_gone: int
@@ -92,6 +97,8 @@ class LeaseTable:
         self._clock = clock
         self._leases: dict[LeaseId, Lease] = {}
         self._holds: dict[int, int] = {}
+        # Ended, but with I/O on their blocks.
+        self._draining: set[Lease] = set()
         self._num_opened = 0
         self._num_ended = dict.fromkeys(LeaseEnd, 0)
 
@@ -170,22 +177,39 @@ class LeaseTable:
             lambda: [lease.lease_id for lease in self._leases.values() if lease.expires_at <= now], LeaseEnd.EXPIRED
         )
 
-    def pin(self, lease_id: str, handles: Sequence[tuple[int, int]]) -> list[bool]:
-        """Takes an I/O reference on each (block_id, generation) that the lease covers and that is still current.
+    def begin_io(self, lease_id: str) -> Lease | None:
+        """Keeps a lease's blocks from being reused while some of them are sent, whatever becomes of the lease.
 
-        The caller gives back (`pool.release`) exactly those marked True when its I/O is over; until then the block
-        cannot be reused, whatever becomes of the lease.
+        Returns:
+            The lease, to be given to `end_io` exactly once; None when it has ended.
         """
         with self._pool.lock:
             lease = self._leases.get(LeaseId(lease_id))
             if lease is None or lease.expires_at <= self._clock():
-                return [False] * len(handles)
-            generations = self._pool.generations
-            good = [
-                block_id in lease.block_ids and generations[block_id] == generation for block_id, generation in handles
-            ]
-            self._pool.acquire([handle[0] for handle, ok in zip(handles, good, strict=True) if ok])
-        return good
+                return None
+            lease.num_io += 1
+            return lease
+
+    def end_io(self, lease: Lease) -> None:
+        with self._pool.lock:
+            lease.num_io -= 1
+            assert lease.num_io >= 0, "an I/O that never began"
+            if lease.is_ended and not lease.num_io:
+                self._draining.remove(lease)
+                self._pool.release(list(lease.block_ids))
+
+    def current(self, lease: Lease, block_ids: Sequence[int], generations: Sequence[int]) -> list[bool] | None:
+        """Which blocks the lease covers and still have that generation; None for all of them, the usual case.
+
+        Between `begin_io` and `end_io` only, so that the answer stays true.
+        """
+        table, covered = self._pool.generations, lease.block_ids
+        if all(map(covered.__contains__, block_ids)) and list(map(table.__getitem__, block_ids)) == generations:
+            return None
+        return [
+            block_id in covered and table[block_id] == generation
+            for block_id, generation in zip(block_ids, generations, strict=True)
+        ]
 
     def is_open(self, lease_id: str) -> bool:
         with self._pool.lock:
@@ -201,6 +225,7 @@ class LeaseTable:
             return LeaseCounts(
                 num_leases=len(self._leases),
                 num_leased_blocks=len(self._holds),
+                num_draining_blocks=sum(len(lease.block_ids) for lease in self._draining),
                 num_opened=self._num_opened,
                 num_released=self._num_ended[LeaseEnd.RELEASED],
                 num_reader_gone=self._num_ended[LeaseEnd.READER_GONE],
@@ -216,6 +241,7 @@ class LeaseTable:
                     holds[block_id] = holds.get(block_id, 0) + 1
             assert holds == self._holds, f"lease counts differ: {holds} and {self._holds}"
             ended = sum(self._num_ended.values())
+            assert all(lease.is_ended and lease.num_io for lease in self._draining)
             assert self._num_opened == ended + len(self._leases), "a lease was lost"
 
     def _add(self, lease: Lease, block_ids: Iterable[int], adopt: bool) -> None:
@@ -246,7 +272,11 @@ class LeaseTable:
                     self._holds[block_id] -= 1
                     if not self._holds[block_id]:
                         del self._holds[block_id]
-                self._pool.release(list(lease.block_ids))
+                lease.is_ended = True
+                if lease.num_io:
+                    self._draining.add(lease)
+                else:
+                    self._pool.release(list(lease.block_ids))
             self._num_ended[why] += len(ended)
         for lease in ended:
             if why is not LeaseEnd.RELEASED:

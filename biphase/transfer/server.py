@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -87,8 +88,8 @@ class BlockServer:
             if "shm" in transports and generations is not None and host_id():
                 assert pool.generations is generations.table, "the pool counts generations somewhere else"
                 self._shm = ShmHost(memory, generations)
-                # One process may serve several namespaces.
-                offered["shm"] = f"biphase-{incarnation}-{layout.namespace.hex()[:8]}-{node_id}"[:100]
+                # The same node and incarnation may serve several namespaces.
+                offered["shm"] = f"biphase-{node_id[:40]}-{uuid.uuid4().hex}"
                 self._listen(socket.AF_UNIX, "\0" + offered["shm"], self._serve_shm)
             if "tcp" in transports:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -19,8 +19,8 @@ from biphase.errors import TransferFailedError
 from biphase.transfer.frames import HEADER_BYTES, Kind, unpack_header
 
 TICK_SECONDS = 0.1
-# More than this many buffers in one system call is an error (IOV_MAX).
-_MAX_BUFFERS = 1024
+# More buffers in one system call are an error (IOV_MAX).
+MAX_BUFFERS = 1024
 _MIN_TIMEOUT_SECONDS = 0.001
 _TIMEVAL = struct.Struct("@ll")
 
@@ -59,20 +59,21 @@ class DeadlineSocket:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def recv_into(self, buffers: Sequence[memoryview], deadline: float) -> None:
+    def recv_into(self, buffers: list[memoryview], num_bytes: int, deadline: float) -> None:
         """Fills all buffers, in order.
 
         Args:
+            buffers: of bytes, at most MAX_BUFFERS.
+            num_bytes: their size together.
             deadline: monotonic seconds.
 
         Raises:
             TransferFailedError: end of stream, reset, or the deadline came first. Part of the buffers may be written.
         """
-        left = [buffer for buffer in buffers if buffer.nbytes]
-        while left:
+        while num_bytes:
             self._arm(socket.SO_RCVTIMEO, deadline)
             try:
-                received = self._socket.recvmsg_into(left[:_MAX_BUFFERS], 0, socket.MSG_WAITALL)[0]
+                received = self._socket.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
                 self._tick(deadline)
                 continue
@@ -80,34 +81,38 @@ class DeadlineSocket:
                 raise self._lost(error) from error
             if received == 0:
                 raise TransferFailedError(f"{self._peer} closed the connection")
-            left = _advance(left, received)
-            if left:
+            num_bytes -= received
+            if num_bytes:
+                buffers = _advance(buffers, received)
                 self._tick(deadline)
 
     def recv(self, num_bytes: int, deadline: float) -> bytes:
         raw = bytearray(num_bytes)
-        self.recv_into([memoryview(raw)], deadline)
+        self.recv_into([memoryview(raw)], num_bytes, deadline)
         return bytes(raw)
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Hands all buffers to the kernel, in order.
+    def send(self, buffers: Sequence[bytes | memoryview], num_bytes: int, deadline: float) -> None:
+        """Hands all buffers to the kernel, in order. Arguments as for `recv_into`.
 
         Raises:
             TransferFailedError: reset, or the deadline came first.
         """
-        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        while left:
+        while num_bytes:
             self._arm(socket.SO_SNDTIMEO, deadline)
             try:
-                sent = self._socket.sendmsg(left[:_MAX_BUFFERS], (), socket.MSG_NOSIGNAL)
+                sent = self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 self._tick(deadline)
                 continue
             except OSError as error:
                 raise self._lost(error) from error
-            left = _advance(left, sent)
-            if left:
+            num_bytes -= sent
+            if num_bytes:
+                buffers = _advance(buffers, sent)
                 self._tick(deadline)
+
+    def send_bytes(self, raw: bytes, deadline: float) -> None:
+        self.send([raw], len(raw), deadline)
 
     def recv_frame(self, deadline: float, max_bytes: int) -> tuple[Kind, bytes]:
         """
@@ -220,9 +225,10 @@ def _writable(sock: socket.socket) -> bool:
     return bool(poll.poll(TICK_SECONDS * 1000))
 
 
-def _advance(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+def _advance(buffers: Sequence[bytes | memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of `buffers` when their first `num_bytes` are done."""
     for position, buffer in enumerate(buffers):
-        if num_bytes < buffer.nbytes:
-            return [buffer[num_bytes:], *buffers[position + 1 :]]
-        num_bytes -= buffer.nbytes
+        if num_bytes < len(buffer):
+            return [memoryview(buffer)[num_bytes:], *(memoryview(later) for later in buffers[position + 1 :])]
+        num_bytes -= len(buffer)
     return []

@@ -6,6 +6,7 @@ after the payload was sent; the reader compares both before it calls a block ver
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,6 +21,7 @@ from biphase.transfer.leases import HolderPool, LeaseTable
 from biphase.transfer.sockets import DeadlineSocket, connect_tcp
 
 _BATCH_BYTES = 1024 * 1024
+_BATCHES_PER_READ = frames.MAX_READ_BLOCKS // frames.MAX_BATCH_BLOCKS
 # A batch that is not out after this long has a reader that is stuck.
 BATCH_SECONDS = 10.0
 
@@ -68,50 +70,67 @@ class TcpChannel:
         self._socket.abort()
 
     def read(self, lease_id: str, blocks: Sequence[ReadRequest], progress: ReadProgress, deadline: float) -> None:
-        for start in range(0, len(blocks), frames.MAX_READ_BLOCKS):
-            self._read(lease_id, blocks[start : start + frames.MAX_READ_BLOCKS], progress, deadline)
+        # The first READ is short, so that bytes flow while the others are written; each is sent one ahead.
+        edges = [0, 2 * self._batch_blocks]
+        while edges[-1] < len(blocks):
+            edges.append(edges[-1] + _BATCHES_PER_READ * self._batch_blocks)
+        parts = [blocks[start:end] for start, end in itertools.pairwise(edges)]
+        self._ask(lease_id, parts[0], deadline)
+        for part, following in itertools.zip_longest(parts, parts[1:]):
+            if following is not None:
+                self._ask(lease_id, following, deadline)
+            self._receive(part, progress, deadline)
 
-    def _read(self, lease_id: str, blocks: Sequence[ReadRequest], progress: ReadProgress, deadline: float) -> None:
-        sock = self._socket
-        sock.send([frames.pack_read(lease_id, [(block.block_id, block.generation) for block in blocks])], deadline)
-        size = self._batch_blocks
+    def _ask(self, lease_id: str, blocks: Sequence[ReadRequest], deadline: float) -> None:
+        frame = frames.pack_read(lease_id, [block.block_id for block in blocks], [block.generation for block in blocks])
+        self._socket.send_bytes(frame, deadline)
+
+    def _receive(self, blocks: Sequence[ReadRequest], progress: ReadProgress, deadline: float) -> None:
+        sock, size = self._socket, self._batch_blocks
         # Blocks whose payload is here and whose trailer comes in front of the next DATA frame.
-        unchecked: list[ReadRequest] = []
+        unchecked: Sequence[ReadRequest] = ()
+        payloads: list[memoryview] = []
         for start in range(0, len(blocks), size):
             batch = blocks[start : start + size]
             trailer_bytes = len(unchecked) * frames.TRAILER_BYTES
-            raw = memoryview(sock.recv(trailer_bytes + frames.HEADER_BYTES + len(batch), deadline))
-            statuses = _statuses(raw[trailer_bytes:], len(batch))
-            self._check(unchecked, raw[:trailer_bytes], progress)
-            unchecked = []
-            for block, status in zip(batch, statuses, strict=True):
-                if status is Status.OK:
-                    unchecked.append(block)
-                else:
-                    progress.stale.append(block.index)
-            sock.recv_into([self._memory.block(block.dest_block_id) for block in unchecked], deadline)
-        raw = memoryview(sock.recv(len(unchecked) * frames.TRAILER_BYTES, deadline))
-        self._check(unchecked, raw, progress)
+            raw = sock.recv(trailer_bytes + frames.HEADER_BYTES + len(batch), deadline)
+            good = _sent(raw[trailer_bytes:], batch, progress)
+            self._check(unchecked, payloads, raw[:trailer_bytes], progress)
+            unchecked = good
+            payloads = self._memory.blocks([block.dest_block_id for block in good])
+            sock.recv_into(payloads, len(good) * self._memory.block_bytes, deadline)
+        self._check(unchecked, payloads, sock.recv(len(unchecked) * frames.TRAILER_BYTES, deadline), progress)
 
-    def _check(self, blocks: Sequence[ReadRequest], trailer: memoryview, progress: ReadProgress) -> None:
-        for block, (checksum, generation) in zip(blocks, frames.unpack_trailer(trailer), strict=True):
-            payload = self._memory.block(block.dest_block_id)
+    def _check(
+        self, blocks: Sequence[ReadRequest], payloads: list[memoryview], trailer: bytes, progress: ReadProgress
+    ) -> None:
+        checksums, generations = frames.unpack_trailer(trailer)
+        computed = frames.checksums(payloads, [block.block_id for block in blocks])
+        if computed == checksums and generations == [block.generation for block in blocks]:
+            progress.verified.extend([block.index for block in blocks])
+            return
+        for block, ours, theirs, generation in zip(blocks, computed, checksums, generations, strict=True):
             if generation != block.generation:
                 progress.stale.append(block.index)
-            elif frames.checksum(payload, block.block_id, block.generation) != checksum:
+            elif ours != theirs:
                 progress.corrupt.append(block.index)
             else:
                 progress.verified.append(block.index)
 
 
-def _statuses(raw: memoryview, num_blocks: int) -> list[Status]:
+def _sent(raw: bytes, batch: Sequence[ReadRequest], progress: ReadProgress) -> Sequence[ReadRequest]:
+    """The blocks of a batch whose payload follows its DATA frame; the others are stale."""
     kind, length = frames.unpack_header(raw[: frames.HEADER_BYTES], frames.MAX_BATCH_BLOCKS)
-    if kind is not Kind.DATA or length != num_blocks:
-        raise FrameError(f"a {kind.name} frame of {length} blocks in place of DATA for {num_blocks}")
-    try:
-        return [Status(value) for value in raw[frames.HEADER_BYTES :]]
-    except ValueError as error:
-        raise FrameError(f"an unknown block status: {error}") from error
+    statuses = raw[frames.HEADER_BYTES :]
+    if kind is not Kind.DATA or length != len(batch):
+        raise FrameError(f"a {kind.name} frame of {length} blocks in place of DATA for {len(batch)}")
+    if statuses.count(Status.OK) == len(batch):
+        return batch
+    if statuses.count(Status.OK) + statuses.count(Status.STALE) != len(batch):
+        raise FrameError("a DATA frame with an unknown block status")
+    pairs = list(zip(batch, statuses, strict=True))
+    progress.stale.extend(block.index for block, status in pairs if status != Status.OK)
+    return [block for block, status in pairs if status == Status.OK]
 
 
 class BlockSender:
@@ -149,23 +168,39 @@ class BlockSender:
                 raise FrameError(f"a {kind.name} frame in place of READ")
             self._send(sock, *frames.unpack_read(sock.recv(length, deadline)))
 
-    def _send(self, sock: DeadlineSocket, lease_id: str, handles: list[tuple[int, int]]) -> None:
-        generations = self._pool.generations
+    def _send(self, sock: DeadlineSocket, lease_id: str, block_ids: list[int], generations: list[int]) -> None:
         trailer = b""
-        for start in range(0, len(handles), self.batch_blocks):
-            batch = handles[start : start + self.batch_blocks]
-            pinned = self._leases.pin(lease_id, batch)
-            good = [handle for handle, ok in zip(batch, pinned, strict=True) if ok]
-            try:
-                payload = [self._memory.block(block_id) for block_id, _ in good]
-                # Before sending: it brings the bytes into the processor's cache for the kernel's copy.
-                checksums = [frames.checksum(block, *handle) for block, handle in zip(payload, good, strict=True)]
-                head = frames.pack_data([Status.OK if ok else Status.STALE for ok in pinned])
-                sock.send([trailer, head, *payload], time.monotonic() + BATCH_SECONDS)
-                trailer = frames.pack_trailer(
-                    [(digest, generations[handle[0]]) for digest, handle in zip(checksums, good, strict=True)]
-                )
-            finally:
-                self._pool.release([block_id for block_id, _ in good])
-            self._on_sent(len(good), len(good) * self._memory.block_bytes)
-        sock.send([trailer], time.monotonic() + BATCH_SECONDS)
+        for start in range(0, len(block_ids), self.batch_blocks):
+            end = start + self.batch_blocks
+            trailer = self._send_batch(sock, lease_id, block_ids[start:end], generations[start:end], trailer)
+        sock.send_bytes(trailer, time.monotonic() + BATCH_SECONDS)
+
+    def _send_batch(
+        self, sock: DeadlineSocket, lease_id: str, block_ids: list[int], generations: list[int], trailer: bytes
+    ) -> bytes:
+        """Sends a batch behind the trailer of the one before. Returns its own trailer."""
+        deadline = time.monotonic() + BATCH_SECONDS
+        lease = self._leases.begin_io(lease_id)
+        if lease is None:
+            head = trailer + frames.pack_data(bytes([Status.STALE]) * len(block_ids))
+            sock.send_bytes(head, deadline)
+            return b""
+        try:
+            current = self._leases.current(lease, block_ids, generations)
+            if current is None:
+                statuses = bytes(len(block_ids))
+            else:
+                statuses = bytes(Status.OK if ok else Status.STALE for ok in current)
+                block_ids = list(itertools.compress(block_ids, current))
+            payloads = self._memory.blocks(block_ids)
+            # Before sending: it brings the bytes into the processor's cache for the kernel's copy.
+            checksums = frames.checksums(payloads, block_ids)
+            head = trailer + frames.pack_data(statuses)
+            num_bytes = len(payloads) * self._memory.block_bytes
+            sock.send([head, *payloads], len(head) + num_bytes, deadline)
+            # Read again now that the payload has left.
+            trailer = frames.pack_trailer(checksums, list(map(self._pool.generations.__getitem__, block_ids)))
+        finally:
+            self._leases.end_io(lease)
+        self._on_sent(len(block_ids), num_bytes)
+        return trailer

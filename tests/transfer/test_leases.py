@@ -97,18 +97,33 @@ def test_on_end_is_called_once_without_the_lock() -> None:
     assert seen == [(lease.lease_id, LeaseEnd.EXPIRED)]
 
 
-def test_only_current_blocks_of_a_live_lease_can_be_pinned() -> None:
+def test_only_current_blocks_of_a_live_lease_may_be_sent() -> None:
     leases, pool, clock = table()
-    lease = leases.open("d", "i", [0, 1])
+    opened = leases.open("d", "i", [0, 1])
+    lease = leases.begin_io(opened.lease_id)
+    assert lease is opened
+    assert leases.current(lease, [0, 1], [0, 0]) is None
     pool.reuse(1)
-    assert leases.pin(lease.lease_id, [(0, 0), (1, 0), (2, 0), (999, 0)]) == [True, False, False, False]
-    assert pool.references[:3] == [2, 1, 0]
-    leases.release([lease.lease_id])
-    assert pool.references[0] == 1, "the I/O reference outlives the lease"
-    assert leases.pin(lease.lease_id, [(0, 0)]) == [False]
-    late = leases.open("d", "i", [0])
+    assert leases.current(lease, [0, 1, 2, 999], [0, 0, 0, 0]) == [True, False, False, False]
+    leases.end_io(lease)
     clock.now += 10
-    assert leases.pin(late.lease_id, [(0, 0)]) == [False], "expired, though not swept yet"
+    assert leases.begin_io(opened.lease_id) is None, "expired, though not swept yet"
+    assert leases.begin_io("unknown") is None
+
+
+def test_blocks_being_sent_are_held_beyond_the_end_of_their_lease() -> None:
+    leases, pool, _ = table()
+    lease = leases.open("d", "i", [0, 1])
+    assert leases.begin_io(lease.lease_id) and leases.begin_io(lease.lease_id)
+    leases.release([lease.lease_id])
+    leases.check_integrity()
+    counts = leases.counts()
+    assert (counts.num_leases, counts.num_leased_blocks, counts.num_draining_blocks) == (0, 0, 2)
+    assert pool.references[:2] == [1, 1]
+    leases.end_io(lease)
+    assert pool.references[:2] == [1, 1]
+    leases.end_io(lease)
+    assert not any(pool.references) and leases.counts().num_draining_blocks == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -117,9 +132,10 @@ def test_random_operations_keep_every_reference(seed: int) -> None:
     leases, pool, clock = table(6)
     ended: list[str] = []
     known: list[str] = []
+    sending: list[Lease] = []
     for _ in range(400):
         blocks = [rng.randrange(6) for _ in range(rng.randrange(4))]
-        choice = rng.randrange(6)
+        choice = rng.randrange(8)
         if choice == 0:
             lease = leases.open(
                 rng.choice("ab"), rng.choice("xy"), blocks, lambda lease, _: ended.append(lease.lease_id)
@@ -138,11 +154,18 @@ def test_random_operations_keep_every_reference(seed: int) -> None:
         elif choice == 4:
             clock.now += rng.random() * 4
             leases.sweep()
+        elif choice == 5 and known:
+            sending += filter(None, [leases.begin_io(rng.choice(known))])
+        elif choice == 6 and sending:
+            leases.end_io(sending.pop(rng.randrange(len(sending))))
         elif rng.random() < 0.2:
             leases.end_reader(rng.choice("ab"), rng.choice(["x", "y", None]))
         leases.check_integrity()
         counts = leases.counts()
-        assert sum(1 for count in pool.references if count) == counts.num_leased_blocks
+        held = sum(1 for count in pool.references if count)
+        assert counts.num_leased_blocks <= held <= counts.num_leased_blocks + counts.num_draining_blocks
     clock.now += 100
     leases.sweep()
+    for lease in sending:
+        leases.end_io(lease)
     assert not any(pool.references) and sorted(ended) == sorted(known)
