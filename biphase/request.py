@@ -43,10 +43,16 @@ class RequestStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A grammar the output follows: `kind` as in the wire message, `spec` its text."""
+    """A grammar the output follows: `kind` and `spec` as in the wire message (biphase.grammar.spec builds them).
+
+    With `reasoning_end` it holds only after that text; with `reasoning_start` besides, the model may open with that
+    text or go without reasoning.
+    """
 
     kind: str
     spec: str
+    reasoning_start: str = ""
+    reasoning_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,18 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def ends_at(self, token_id: int, num_output_tokens: int) -> bool:
+        """Whether this token, the num_output_tokens-th of the output, ends the sequence.
+
+        Nothing ends it before min_tokens, but for the end of sequence in structured output: it is sampled where the
+        grammar leaves nothing else, and nothing can follow it.
+        """
+        if token_id in self.eos_token_ids and self.structured_output is not None:
+            return True
+        if num_output_tokens < self.min_tokens:
+            return False
+        return token_id in self.stop_token_ids or (token_id in self.eos_token_ids and not self.ignore_eos)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from biphase.errors import UnsupportedError
+from biphase.grammar.library import GrammarLibrary
+from biphase.grammar.matcher import OutputMatcher
 from biphase.model.eager import EagerForward
 from biphase.model.forward import Forward, ForwardBatch
 from biphase.model.loader import LoadedModel
@@ -65,6 +68,7 @@ class ModelRunner:
         num_threads: int = 0,
         native: bool = True,
         nice: int = 0,
+        grammars: GrammarLibrary | None = None,
     ) -> None:
         """
         Args:
@@ -72,7 +76,9 @@ class ModelRunner:
             num_threads: compute threads; 0 takes all cores that this process may use.
             native: use the compiled CPU program where it is built and supports the model, else plain torch.
             nice: added to the niceness of the native program's threads.
+            grammars: where matchers for structured output come from; without one such requests fail.
         """
+        self._grammars = grammars
         self._spec = model.spec
         self._device = kv_cache.device
         self._block_size = block_size
@@ -128,6 +134,8 @@ class ModelRunner:
             request = row.request
             # Wanted once: a request that has output was preempted, or moved here, after it got them.
             if request.sampling.prompt_logprobs is not None and not request.output_token_ids:
+                if scheduled.samples:
+                    self._begin_masks([row])
                 logits = self._run_with_prompt_logprobs(span, out)
                 if scheduled.samples:
                     self._sample(logits, [row], out)
@@ -138,6 +146,7 @@ class ModelRunner:
                 sampling.append(row)
                 wanted.append(num_tokens - 1)
         if spans:
+            self._begin_masks(sampling)
             logits = self._run(spans, np.array(wanted, dtype=np.int32))
             if sampling:
                 self._sample(logits, sampling, out)
@@ -146,7 +155,17 @@ class ModelRunner:
     def _sample(self, logits: Tensor, rows: Sequence[_Row], out: RunnerOutput) -> None:
         tokens = sample(logits, [row.sampling for row in rows], [row.num_tokens for row in rows])
         for row, token in zip(rows, tokens, strict=True):
-            out.sampled[row.request.request_id] = token
+            matcher = row.sampling.matcher
+            if matcher is not None and matcher.error is not None:
+                out.failed[row.request.request_id] = matcher.error
+            else:
+                out.sampled[row.request.request_id] = token
+
+    def _begin_masks(self, rows: Sequence[_Row]) -> None:
+        """What grammars allow is found out while the model computes."""
+        for row in rows:
+            if row.sampling.matcher is not None and self._grammars is not None:
+                row.sampling.matcher.begin(self._grammars.masks)
 
     def _run(self, spans: Sequence[_Span], wanted: npt.NDArray[np.int32]) -> Tensor:
         """One forward pass; logits float32 [len(wanted), vocab_size] of the batch rows `wanted`."""
@@ -213,9 +232,20 @@ class ModelRunner:
             # Only requests in this step need a row; what another one had is built again when it comes back.
             here = {scheduled.request.request_id for scheduled in step.scheduled}
             self._drop(next(request_id for request_id in self._rows if request_id not in here))
-        sampling = SamplingRow(request.sampling, request.prompt_token_ids, self._spec.vocab_size)
+        sampling = SamplingRow(
+            request.sampling, request.prompt_token_ids, self._spec.vocab_size, self._matcher_of(request)
+        )
         row = self._rows[request.request_id] = _Row(self._free.pop(), request, sampling)
         return row
+
+    def _matcher_of(self, request: Request) -> OutputMatcher | None:
+        if request.sampling.structured_output is None:
+            return None
+        if self._grammars is None:
+            # Never free text in its place.
+            error = UnsupportedError("This worker has no grammars for structured output.")
+            return OutputMatcher(error, self._spec.vocab_size)
+        return self._grammars.matcher(request.sampling)
 
     def _drop(self, request_id: RequestId) -> None:
         row = self._rows.pop(request_id, None)

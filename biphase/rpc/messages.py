@@ -28,15 +28,19 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         prompt_logprobs=sampling.prompt_logprobs,
     )
     if sampling.structured_output is not None:
-        message.structured_output.kind = sampling.structured_output.kind
-        message.structured_output.spec = sampling.structured_output.spec
+        asked = sampling.structured_output
+        message.structured_output.kind = asked.kind
+        message.structured_output.spec = asked.spec
+        message.structured_output.reasoning_start = asked.reasoning_start
+        message.structured_output.reasoning_end = asked.reasoning_end
     return message
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     structured = None
     if message.HasField("structured_output"):
-        structured = StructuredOutput(message.structured_output.kind, message.structured_output.spec)
+        asked = message.structured_output
+        structured = StructuredOutput(asked.kind, asked.spec, asked.reasoning_start, asked.reasoning_end)
     return SamplingParams(
         temperature=message.temperature,
         top_p=message.top_p,

@@ -1,4 +1,4 @@
-"""Changes to logits before a token is chosen: allowed ids, bans, bias, penalties. Only rows that ask pay.
+"""Changes to logits before a token is chosen: allowed ids, bans, bias, penalties, grammars. Only rows that ask pay.
 
 All rows' changes are gathered into flat indices on the host and applied in a few tensor operations.
 """
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from biphase.grammar.matcher import OutputMatcher
 from biphase.sampler.row import SamplingRow
 
 _Flat = list[npt.NDArray[np.int64]]
@@ -20,8 +21,11 @@ _Flat = list[npt.NDArray[np.int64]]
 def apply(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Changes `logits` [num_rows, vocab_size] in place, contiguous float32.
 
-    Order: allowed_token_ids, logit_bias, repetition, frequency and presence penalties, then bans, which win over all.
+    Order: allowed_token_ids, logit_bias, repetition, frequency and presence penalties, then bans and what the grammar
+    does not allow, which win over all.
     """
+    # Looked at first: whether a grammar is complete decides on bans.
+    masks = [(index, row.matcher, row.matcher.allowed()) for index, row in enumerate(rows) if row.matcher is not None]
     vocab_size = logits.shape[1]
     flat = logits.view(-1)
     bias_at: _Flat = []
@@ -51,6 +55,17 @@ def apply(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         _penalise(flat, penalised)
     if banned:
         flat[_joined(banned, logits)] = float("-inf")
+    for index, matcher, mask in masks:
+        _restrict(logits[index], matcher, mask)
+
+
+def _restrict(logits: Tensor, matcher: OutputMatcher, allowed: npt.NDArray[np.bool_]) -> None:
+    """Leaves one row [vocab_size] the tokens of its grammar."""
+    logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), float("-inf"))
+    if torch.isneginf(logits.max()):
+        matcher.fail("No token follows the output's grammar and is allowed by the other settings too.")
+        # Its token is thrown away; the choice needs one nevertheless.
+        logits[0] = 0.0
 
 
 def _penalise(flat: Tensor, penalised: Sequence[tuple[int, SamplingRow]]) -> None:

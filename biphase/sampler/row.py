@@ -10,14 +10,23 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from biphase.grammar.matcher import OutputMatcher
 from biphase.request import SamplingParams
 
 
 class SamplingRow:
     """State of one request. `add_output` must see every output token, in order, before the next is sampled."""
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        matcher: OutputMatcher | None = None,
+    ) -> None:
         self.params = params
+        # Where the output stands in its grammar; None when its form is free.
+        self.matcher = matcher
         self.num_outputs = 0
         self.has_penalties = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
@@ -51,11 +60,14 @@ class SamplingRow:
             or params.logit_bias
             or params.bad_words
             or params.allowed_token_ids
+            or self.matcher is not None
             or (params.min_tokens > 0 and (params.eos_token_ids or params.stop_token_ids))
         )
 
     def add_output(self, token_id: int) -> None:
         self.num_outputs += 1
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         if self._longest_word:
             self._tail.append(token_id)
             del self._tail[: -self._longest_word]
@@ -84,7 +96,8 @@ class SamplingRow:
     def banned_now(self) -> list[int]:
         """Last tokens of the bad words whose other tokens the output just ended with, and the ends min_tokens bans."""
         banned = [word[-1] for word in self._banned_words if tuple(self._tail[1 - len(word) :]) == word[:-1]]
-        if self.num_outputs < self.params.min_tokens:
+        # A grammar that is complete leaves nothing else: banned, the output could not go on either.
+        if self.num_outputs < self.params.min_tokens and not (self.matcher is not None and self.matcher.must_end):
             banned.extend(self.ends.tolist())
         return banned
 

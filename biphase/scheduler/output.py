@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from biphase.errors import BiphaseError
 from biphase.request import Request, RequestId, TokenLogprobs
 
 
@@ -45,8 +46,10 @@ class SampledToken:
 
 @dataclass(slots=True)
 class RunnerOutput:
-    """Keyed by request id; `sampled` has an entry for each scheduled request with `samples`."""
+    """Keyed by request id; `sampled` or `failed` has an entry for each scheduled request with `samples`."""
 
     sampled: dict[RequestId, SampledToken] = field(default_factory=dict)
+    # Requests for which there is no next token, and why; the others of the step are not concerned.
+    failed: dict[RequestId, BiphaseError] = field(default_factory=dict)
     # Logprobs of prompt positions computed in this step, in order, for requests that asked.
     prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = field(default_factory=dict)

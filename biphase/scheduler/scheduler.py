@@ -279,7 +279,8 @@ class Scheduler:
             if scheduled.samples:
                 sampled = result.sampled.get(request.request_id)
                 if sampled is None:
-                    error = InternalError(f"the step sampled no token for {request.request_id}")
+                    error = result.failed.get(request.request_id)
+                    error = error or InternalError(f"the step sampled no token for {request.request_id}")
                     self._finish(request, FinishReason.ERROR, error)
                 else:
                     self._append(request, sampled)

@@ -15,11 +15,13 @@ from biphase.cache.memory import BlockMemory, SharedGenerations
 from biphase.cache.tensors import kv_block_bytes, kv_tensor
 from biphase.engine import SchedulerConfig
 from biphase.errors import ConfigError
+from biphase.grammar.library import GrammarLibrary
 from biphase.model.loader import LoadedModel, load_model
 from biphase.model.source import resolve_model
 from biphase.rpc.v1 import node_pb2
 from biphase.runner import ModelRunner
 from biphase.telemetry.events import event_logger
+from biphase.tokenizer.loader import load_tokenizer
 from biphase.transfer.layout import KVLayout
 from biphase.worker.capacity import num_kv_blocks
 from biphase.worker.settings import WorkerSettings
@@ -40,6 +42,7 @@ class WorkerCore:
     scheduler_config: SchedulerConfig
     layout: KVLayout
     model: node_pb2.ModelInfo
+    grammars: GrammarLibrary
 
 
 def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
@@ -71,6 +74,7 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
     layout = _layout(model, settings.block_size, block_bytes)
     manager = KVCacheManager(pool, block_size=settings.block_size, namespace=layout.namespace)
     policy = settings.scheduling_policy or ("shortest_first" if role == "prefill" else "fcfs")
+    grammars = GrammarLibrary(lambda: load_tokenizer(source).tokenizer, spec.vocab_size)
     runner = ModelRunner(
         model,
         kv_tensor(memory, spec.num_layers, spec.num_kv_heads, settings.block_size, spec.head_dim, model.dtype),
@@ -81,6 +85,7 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
         num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
         native=settings.native_kernels,
         nice=settings.nice,
+        grammars=grammars,
     )
     return WorkerCore(
         runner=runner,
@@ -105,6 +110,7 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
             dtype=str(model.dtype).removeprefix("torch."),
             architecture=spec.architecture,
         ),
+        grammars=grammars,
     )
 
 

@@ -166,6 +166,15 @@ class Worker:
         finally:
             self._active.discard(request.request_id)
 
+    async def prepare(self, request: Request) -> None:
+        """Makes ready what the engine's thread would have to wait for: the grammar of a structured request.
+
+        Raises:
+            InvalidRequestError: it does not compile.
+        """
+        if request.sampling.structured_output is not None:
+            await self.core.grammars.prepare(request.sampling.structured_output)
+
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
         """
         Raises:
@@ -288,5 +297,6 @@ class Worker:
 
     def _close(self) -> None:
         self.engine.shutdown()
+        self.core.grammars.close()
         self.reader.close()
         self.server.close()

@@ -43,6 +43,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             )
         request = self._parse(message)
         with worker.accept(request):
+            await worker.prepare(request)
             async for answer in self._run(request, list(message.prefill_candidates), message.local_prefill_reason):
                 yield answer
 
@@ -112,6 +113,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         handoff.prompt_logprobs = []
                     yield answer
                 elif isinstance(event, Finished):
+                    if isinstance(event.error, InvalidRequestError):
+                        raise event.error
                     if event.reason is FinishReason.ERROR:
                         raise InternalError(f"{worker.node_id} failed {request.request_id}: {event.error}")
                     self._complete(report, request, handoff)

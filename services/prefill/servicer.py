@@ -43,6 +43,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             )
         request = self._parse(message)
         with worker.accept(request):
+            await worker.prepare(request)
             queue: EventQueue = asyncio.Queue()
             lease = worker.leases.open(
                 message.reader_node_id,
@@ -131,6 +132,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     prompt_logprobs.extend(event.prompt_logprobs)
                     token = event if event.token_ids else token
                 elif isinstance(event, Finished):
+                    if isinstance(event.error, InvalidRequestError):
+                        raise event.error
                     if event.reason is FinishReason.ABORT:
                         raise DeadlineExceededError(f"the lease of {request.request_id} ended before its prefill did")
                     if event.reason is FinishReason.ERROR or token is None:
