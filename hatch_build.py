@@ -25,7 +25,8 @@ class CustomBuildHook(BuildHookInterface[Any]):
         except module["BuildError"] as error:
             self.app.display_warning(
                 f"\n{_MARK}\nbiphase: the CPU kernels were NOT compiled; workers on CPU will run plain torch, "
-                f"several times slower.\n{error}\nInstall a C++17 compiler and run `python -m kernels.cpu.build`.\n{_MARK}"
+                f"several times slower.\n{error}\n"
+                f"Install a C++17 compiler and run `python -m kernels.cpu.build`.\n{_MARK}"
             )
             print(f"biphase: CPU kernels not compiled: {error}", file=sys.stderr)
             return

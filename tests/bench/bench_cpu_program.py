@@ -3,7 +3,8 @@
     python -m tests.bench.bench_cpu_program [--threads 2] [--case NAME ...] [--profile]
 
 Prints JSON. For each case: best and median seconds of a step, the GB and GFLOP that the step must move, the floor
-(bytes over the read bandwidth, or FLOP over the matmul rate, both of this run), and the time of the step's linears alone in torch.
+(bytes over the read bandwidth, or FLOP over the matmul rate, both of this run), and the time of the step's linears
+alone in torch.
 """
 
 from __future__ import annotations

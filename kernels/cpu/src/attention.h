@@ -20,14 +20,15 @@ size_t attention_scratch_bytes(const bp_model& m) {
 
 template <class T>
 void attention(Program& program, const bp_op& op, int thread) {
-    program.pool->for_units(thread, program.num_units, [&](int i) {
+    auto run = [&](int i) {
         const AttentionUnit& unit = program.units[i];
         if (unit.count <= kFewRows<T> && program.model.head_dim % VL == 0) {
-            attend_few<T>(program, op, thread, unit);
+            attend_few<T>(program, op, thread, unit, i + 1 < program.num_units ? &unit + 1 : nullptr);
         } else {
             attend_many<T>(program, op, thread, unit);
         }
-    });
+    };
+    program.pool->for_units(thread, program.num_units, run, program.ends);
 }
 
 }  // namespace

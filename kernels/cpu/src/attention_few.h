@@ -43,17 +43,7 @@ template <class T>
 inline void weigh_rows(const T* p, int rows, const uint32_t* v, int count, float* o, int64_t o_row, int d) {
     constexpr int kPerUnit = 4 / sizeof(T);
     MicroArgs args{reinterpret_cast<const uint32_t*>(p), kKeys / kPerUnit, 1, v, d, count, o, o_row, true};
-    int i = 0;
-    for (; i + kLanes <= d; i += kLanes) {
-        args.b = v + i;
-        args.c = o + i;
-        micro_rows<T, NV, 1, 0>(rows, args);
-    }
-    for (; i + VL <= d; i += VL) {
-        args.b = v + i;
-        args.c = o + i;
-        micro_rows<T, 1, 1, 0>(rows, args);
-    }
+    micro_columns<T>(rows, args, d);
     // The sum of the probabilities, rounded as they were multiplied, in the vector after the last.
     alignas(64) const vu ones = setu(sizeof(T) == 4 ? 0x3f800000 : 0x3f803f80);
     args.b = reinterpret_cast<const uint32_t*>(&ones);
@@ -68,8 +58,10 @@ inline int64_t few_rows_words(int d) {
     return kFewRows<T> * (d * sizeof(T) / 4 + d + VL) + kKeys * (d * sizeof(T) / 4) + static_cast<int64_t>(kKeys) * d;
 }
 
+// `next_unit`, or null: what this thread will probably do next.
 template <class T>
-void attend_few(const Program& program, const bp_op& op, int thread, const AttentionUnit& unit) {
+void attend_few(const Program& program, const bp_op& op, int thread, const AttentionUnit& unit,
+                const AttentionUnit* next_unit) {
     constexpr int kPerUnit = 4 / sizeof(T);
     const bp_model& m = program.model;
     const int d = m.head_dim, units = d / kPerUnit, rows = unit.count, o_row = d + VL;
@@ -89,21 +81,27 @@ void attend_few(const Program& program, const bp_op& op, int thread, const Atten
     const int end = place.position(unit.first + rows - 1) + 1;
     const int begin = place.first_block(op.window, unit.first), row_bytes = static_cast<int>(sizeof(T)) * d;
     KeyRows<T> both[2];
-    place.cache_rows<T>(m, op.layer, begin, end - begin < kKeys ? end - begin : kKeys, both[0]);
+    place.cache_rows<T>(m, op.layer, begin, end, both[0]);
     for (int key0 = begin, turn = 0; key0 < end; key0 += kKeys, turn ^= 1) {
         const KeyRows<T>& at = both[turn];
-        const int count = at.count, following = end - key0 - kKeys;
-        prefetch_rows(at.v, count, row_bytes);
-        if (following > 0) {
-            place.cache_rows<T>(m, op.layer, key0 + kKeys, following < kKeys ? following : kKeys, both[turn ^ 1]);
-            prefetch_rows(both[turn ^ 1].k, both[turn ^ 1].count, row_bytes);
+        const int count = at.count;
+        Ahead<T> ahead;
+        if (key0 + kKeys < end) {
+            place.cache_rows<T>(m, op.layer, key0 + kKeys, end, both[turn ^ 1]);
+            ahead.begin(&both[turn ^ 1], row_bytes);
+        } else if (next_unit) {
+            const UnitPlace next(program, *next_unit);
+            const int last = next.position(next_unit->first + next_unit->count - 1) + 1;
+            next.cache_rows<T>(m, op.layer, next.first_block(op.window, next_unit->first), last, both[turn ^ 1]);
+            ahead.begin(&both[turn ^ 1], row_bytes);
         }
         const int padded = (count + VL - 1) / VL * VL;
-        transpose_rows(reinterpret_cast<const uint32_t* const*>(at.k), padded, units, transposed, kKeys);
-        for (int i = 0; i < count; i += kLanes) {
-            MicroArgs args{q, units, 1, transposed + i, kKeys, units, s + i, kKeys, false};
-            micro_rows<T, NV, 1, 0>(rows, args);
+        for (int i = 0; i < padded; i += VL) {
+            ahead.some(kKeys / 4);
+            transpose_rows(reinterpret_cast<const uint32_t* const*>(at.k + i), VL, units, transposed + i, kKeys);
         }
+        ahead.some(kKeys / 4);
+        micro_columns<T>(rows, MicroArgs{q, units, 1, transposed, kKeys, units, s, kKeys, false}, padded);
         int low[kFewRows<T>], high[kFewRows<T>];
         for (int r = 0; r < rows; ++r) {
             const int position = place.position(unit.first + r);
@@ -111,13 +109,18 @@ void attend_few(const Program& program, const bp_op& op, int thread, const Atten
             high[r] = position + 1 - key0 < count ? (position + 1 - key0 > 0 ? position + 1 - key0 : 0) : count;
             low[r] = before > 0 ? (before < count ? before : count) : 0;
         }
+        ahead.some(kKeys / 4);
         softmax_rows(s, p, rows, count, low, high, op.scale, op.softcap, maximum, alpha);
         for (int r = 0; r < rows; ++r) {
             if (alpha[r] == 1.0f) continue;
             for (int i = 0; i < o_row; i += VL) storef(o + r * o_row + i, loadf(o + r * o_row + i) * alpha[r]);
         }
         if constexpr (sizeof(T) == 2) {
-            pair_values(at.v, count, d, paired);
+            for (int i = 0; i < count; i += kKeys / 2) {
+                ahead.some(kKeys / 4);
+                const int part = count - i < kKeys / 2 ? count - i : kKeys / 2;
+                pair_values(at.v + i, part, d, paired + i / 2 * d);
+            }
             weigh_rows(p, rows, paired, (count + 1) / 2, o, o_row, d);
         } else {
             for (int i = 0; i < count;) {

@@ -152,9 +152,9 @@ void attend_many(const Program& program, const bp_op& op, int thread, const Atte
 
     const int end = tiles[num_tiles - 1].last_position() + 1;
     for (int key0 = place.first_block(op.window, unit.first); key0 < end; key0 += kKeys) {
-        const int count = end - key0 < kKeys ? end - key0 : kKeys;
         KeyRows<T> rows;
-        place.cache_rows<T>(m, op.layer, key0, count, rows);
+        place.cache_rows<T>(m, op.layer, key0, end, rows);
+        const int count = rows.count;
         if constexpr (sizeof(T) == 2) pair_values(rows.v, count, d, paired);
         for (int t = 0; t < num_tiles; ++t) {
             AttentionTile& tile = tiles[t];

@@ -21,13 +21,26 @@ struct KeyRows {
     int count;
 };
 
-// Asks for rows of `bytes` bytes ahead of their use.
+// Asks for the K and V rows of a block ahead of their use, a few at a time between pieces of work: many at once would
+// fill the core's miss buffers, and then wait for memory themselves.
 template <class T>
-inline void prefetch_rows(const T* const* rows, int count, int bytes) {
-    for (int i = 0; i < count; ++i) {
-        for (int at = 0; at < bytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(rows[i]) + at, 0, 3);
+struct Ahead {
+    const KeyRows<T>* rows = nullptr;
+    int next = 0, row_bytes = 0;
+
+    void begin(const KeyRows<T>* of, int bytes) {
+        rows = of;
+        next = 0;
+        row_bytes = bytes;
     }
-}
+    void some(int count) {
+        if (!rows) return;
+        for (; count > 0 && next < 2 * rows->count; --count, ++next) {
+            const T* row = next < rows->count ? rows->k[next] : rows->v[next - rows->count];
+            for (int at = 0; at < row_bytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(row) + at, 0, 3);
+        }
+    }
+};
 
 // A unit's place in the batch and in the cache. A row is a (token, head of the group) pair.
 struct UnitPlace {
@@ -65,9 +78,11 @@ struct UnitPlace {
                (kv_head * group + row % group) * m.head_dim;
     }
 
-    // Addresses of the K and V rows of keys [key0, key0 + count), the last repeated up to a multiple of VL.
+    // Addresses of the K and V rows of the block of keys at key0, those below `end`; the last repeated up to a multiple
+    // of VL.
     template <class T>
-    void cache_rows(const bp_model& m, int layer, int key0, int count, KeyRows<T>& rows) const {
+    void cache_rows(const bp_model& m, int layer, int key0, int end, KeyRows<T>& rows) const {
+        const int count = end - key0 < kKeys ? end - key0 : kKeys;
         const int64_t step = static_cast<int64_t>(m.num_kv_heads) * m.block_size * m.head_dim;
         for (int i = 0; i < count;) {
             const int offset = (key0 + i) % block_size, run = run_at(key0 + i, count - i);

@@ -21,6 +21,8 @@ struct Program {
     bp_step step;
     AttentionUnit* units;
     int32_t num_units;
+    // Where each thread's share of the units ends.
+    int32_t ends[kMaxThreads];
     // Per thread, for attention tiles.
     char* scratch[kMaxThreads];
 };

@@ -86,7 +86,9 @@ inline void micro_rows(int rows, const MicroArgs& args) {
     switch (rows) {
 #define BP_CASE(MR)                                                                   \
     case MR:                                                                          \
-        if constexpr (MR <= kMaxRows<T>) return micro<T, MR, N, AK, kPrefetch>(args); \
+        if constexpr (MR <= kMaxRows<T> && MR * N <= kMaxRows<T> * NV) {              \
+            return micro<T, MR, N, AK, kPrefetch>(args);                              \
+        }                                                                             \
         break;
         BP_CASE(1)
         BP_CASE(2)
@@ -101,6 +103,27 @@ inline void micro_rows(int rows, const MicroArgs& args) {
         BP_CASE(11)
         BP_CASE(12)
 #undef BP_CASE
+    }
+}
+
+// One tile after another over `columns`, a multiple of VL, of B and C; few rows take wide tiles, so that enough chains
+// of sums are under way to hide their latency.
+template <class T>
+inline void micro_columns(int rows, MicroArgs args, int columns) {
+    while (columns > 0) {
+        int width = VL;
+        if (columns >= 4 * VL && 4 * rows <= kMaxRows<T> * NV) {
+            width = 4 * VL;
+            micro_rows<T, 4, 1, 0>(rows, args);
+        } else if (columns >= NV * VL) {
+            width = NV * VL;
+            micro_rows<T, NV, 1, 0>(rows, args);
+        } else {
+            micro_rows<T, 1, 1, 0>(rows, args);
+        }
+        columns -= width;
+        args.b += width;
+        args.c += width;
     }
 }
 

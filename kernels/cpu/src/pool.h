@@ -44,14 +44,15 @@ class Pool {
     void barrier(int thread);
 
     // Calls f(unit) for every unit in [0, num_units), each exactly once over all threads: first the thread's own
-    // contiguous share, then what is left of the others'. Followed by barrier() before the next call.
+    // contiguous share, then what is left of the others'. `ends`, where given, says where each thread's share ends; else
+    // the shares are equal. Followed by barrier() before the next call.
     template <class F>
-    void for_units(int thread, int num_units, F&& f) {
+    void for_units(int thread, int num_units, F&& f, const int32_t* ends = nullptr) {
         for (int v = 0; v < num_threads_; ++v) {
             int owner = thread + v;
             if (owner >= num_threads_) owner -= num_threads_;
-            int first = static_cast<int>(static_cast<int64_t>(num_units) * owner / num_threads_);
-            int last = static_cast<int>(static_cast<int64_t>(num_units) * (owner + 1) / num_threads_);
+            int first = ends ? (owner ? ends[owner - 1] : 0) : part(num_units, owner);
+            int last = ends ? ends[owner] : part(num_units, owner + 1);
             for (;;) {
                 int unit = first + shares_[owner].next.fetch_add(1, std::memory_order_relaxed);
                 if (unit >= last) break;
@@ -68,6 +69,9 @@ class Pool {
         uint32_t ns = 0;
     };
 
+    int part(int num_units, int owner) const {
+        return static_cast<int>(static_cast<int64_t>(num_units) * owner / num_threads_);
+    }
     static void* enter(void* start);
     void serve(int thread);
 

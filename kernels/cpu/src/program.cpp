@@ -68,17 +68,16 @@ void Runner::plan_attention() {
     num_units = static_cast<int32_t>(sorted.size());
     unit_storage.resize(sorted.size());
     units = unit_storage.data();
+    // Dealt out in turn, the heads of a (sequence, rows) together where there is enough for all: they share pages.
     const int n = pool->num_threads();
-    int next[kMaxThreads], last[kMaxThreads];
+    const size_t hand = sorted.size() >= static_cast<size_t>(4 * n * model.num_kv_heads)
+                            ? static_cast<size_t>(model.num_kv_heads) : 1;
+    size_t next = 0;
     for (int t = 0; t < n; ++t) {
-        next[t] = static_cast<int>(static_cast<int64_t>(num_units) * t / n);
-        last[t] = static_cast<int>(static_cast<int64_t>(num_units) * (t + 1) / n);
-    }
-    int owner = 0;
-    for (const AttentionUnit& unit : sorted) {
-        while (next[owner] == last[owner]) owner = (owner + 1) % n;
-        units[next[owner]++] = unit;
-        owner = (owner + 1) % n;
+        for (size_t i = hand * t; i < sorted.size(); i += hand * n) {
+            for (size_t j = i; j < i + hand && j < sorted.size(); ++j) units[next++] = sorted[j];
+        }
+        ends[t] = static_cast<int32_t>(next);
     }
 }
 

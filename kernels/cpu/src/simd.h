@@ -153,6 +153,9 @@ inline float sum_lanes(vf v) {
 }
 
 inline float max_lanes(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     float lanes[VL];
     storef(lanes, v);
     for (int width = VL / 2; width > 0; width /= 2) {
