@@ -32,7 +32,7 @@ install: $(READY)
 # dependencies (llama.cpp, compiled) are not used, so it is installed without them.
 $(STAMP): pyproject.toml constraints.txt $(wildcard hatch_build.py)
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else "biphase needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; choose another with make PYTHON=python3.12")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): some minutes the first time (torch is most of it)"
 	@$(PIP) install -c constraints.txt hatchling
 	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch

@@ -7,10 +7,11 @@ needs and parses once, into a frozen dataclass. Stdlib only. Names are vLLM's wh
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from biphase.errors import ConfigError
 
@@ -140,8 +141,19 @@ API_FLAGS = (
 )  # fmt: skip
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse, but one sentence for one mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        known = [option for action in self._actions for option in action.option_strings]
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+        near = difflib.get_close_matches(unknown, known, 1, cutoff=0.75)
+        hint = f"did you mean {near[0]}?" if near and unknown.startswith("--") else f"see {self.prog} --help"
+        raise ConfigError(f"{message} ({hint})")
+
+
 def _parser(prog: str, description: str, flags: Sequence[Flag]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser = _Parser(prog=prog, description=description, usage=f"{prog} [flags]", allow_abbrev=False)
     for flag in flags:
         options: dict[str, Any] = {"dest": flag.dest, "default": None, "metavar": flag.dest.upper()}
         if flag.many:
@@ -181,6 +193,7 @@ def parse_flags(
     env = dict(os.environ) if environ is None else environ
     parser = _parser(prog, description, flags)
     if positional is not None:
+        parser.usage = f"{prog} [{positional.dest.upper()}] [flags]"
         parser.add_argument(
             "positional", nargs="?", default=None, metavar=positional.dest.upper(), help=positional.help
         )

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from biphase.errors import BiphaseError, UnavailableError
 from biphase.index.embedded import EmbeddedValkey
+from biphase.model.families import spec_of
 from biphase.model.source import ModelSource, resolve_model
 from biphase.settings import Flag, parse_flags
 from biphase.telemetry.events import configure, event_logger
@@ -58,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(argv)
     configure("launcher", log_format=settings.log_format, level=settings.log_level)
     source = resolve_model(settings.model)
-    # Reads headers only; a truncated or missing file shows here.
-    source.config()
+    # Headers only, no weights; but an unknown architecture, a missing or a truncated file shows here.
+    spec_of(source)
     source.tensors()
     require_free_port(settings.host, settings.port)
     return asyncio.run(_Serve(settings, source, started).run())

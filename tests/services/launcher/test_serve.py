@@ -197,6 +197,16 @@ def test_a_truncated_model_is_one_sentence(tmp_path: Path) -> None:
     assert stderr.count("\n") == 1
 
 
+def test_an_unsupported_architecture_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"architectures": ["WaterfallForCausalLM"]}')
+    code, stderr = exit_of(tmp_path, str(tmp_path / "model"))
+    assert code == 2
+    assert "WaterfallForCausalLM" in stderr
+    assert stderr.count("\n") == 1
+    assert not (tmp_path / "redis_url").exists()
+
+
 def test_a_worker_that_refuses_speaks_for_the_whole(tmp_path: Path) -> None:
     code, stderr = exit_of(tmp_path, BROKEN="refuses")
     assert code == 2
@@ -208,6 +218,12 @@ def test_an_unusable_flag_is_one_sentence(tmp_path: Path) -> None:
     code, stderr = exit_of(tmp_path, "--decode", "0")
     assert code == 2
     assert stderr == "biphase: --decode: '0' is not usable: must be at least 1\n"
+
+
+def test_an_unknown_flag_is_one_sentence_with_a_guess(tmp_path: Path) -> None:
+    code, stderr = exit_of(tmp_path, "--max-num-seq=8")
+    assert code == 2
+    assert stderr == "biphase: unrecognized arguments: --max-num-seq=8 (did you mean --max-num-seqs?)\n"
 
 
 def test_ready_fd_tells_a_parent(tmp_path: Path) -> None:
