@@ -1,7 +1,8 @@
 """The bounded queue in front of the workers: requests wait here, where their order can still be chosen.
 
 Order: streams that lost their worker, then by priority, then shortest uncached prompt first with ageing, so that a
-long one is overtaken for a while but never for ever.
+long one is overtaken for a while but never for ever. A prompt that is short enough for decode to prefill between its
+steps waits for decode alone: a long one at the head, waiting for a prefill worker, does not hold it up.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from services.gateway.routing.router import Placement, Router, Ticket
 AGEING_TOKENS_PER_SECOND = 1000.0
 
 
+_Entry = tuple[bool, int, float, int, Ticket, asyncio.Future[Placement]]
+
+
 class AdmissionQueue:
     """
     Args:
@@ -29,7 +33,8 @@ class AdmissionQueue:
         self._router = router
         self._max_waiting = max_waiting
         self._prefill_rate = prefill_rate
-        self._heap: list[tuple[bool, int, float, int, Ticket, asyncio.Future[Placement]]] = []
+        self._long: list[_Entry] = []
+        self._short: list[_Entry] = []
         self._numbers = itertools.count()
         self._num_waiting = 0
         self._waiting_tokens = 0
@@ -58,7 +63,8 @@ class AdmissionQueue:
         future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
         # Everybody ages alike, so the order of two never changes and a heap will do.
         rank = size + ticket.arrival * AGEING_TOKENS_PER_SECOND
-        heapq.heappush(self._heap, (not ticket.moved, ticket.priority, rank, next(self._numbers), ticket, future))
+        heap = self._short if self._router.fits_decode(size) else self._long
+        heapq.heappush(heap, (not ticket.moved, ticket.priority, rank, next(self._numbers), ticket, future))
         self._num_waiting += 1
         self._waiting_tokens += size
         self.wake()
@@ -75,20 +81,25 @@ class AdmissionQueue:
 
     def wake(self) -> None:
         """Gives out places while there are any. Called when one becomes free or a node changes."""
-        while self._heap:
-            *_, ticket, future = self._heap[0]
-            if future.done():
-                heapq.heappop(self._heap)
-                continue
+        open_heaps = [heap for heap in (self._short, self._long) if heap]
+        while open_heaps:
+            heap = min(open_heaps, key=lambda entries: entries[0][:4])
+            if not self._serve_head(heap):
+                open_heaps.remove(heap)
+            open_heaps = [entries for entries in open_heaps if entries]
+
+    def _serve_head(self, heap: list[_Entry]) -> bool:
+        """Whether the first of the heap is off it."""
+        *_, ticket, future = heap[0]
+        if not future.done():
             if not self._router.has_decode(ticket):
-                heapq.heappop(self._heap)
                 future.set_exception(UnavailableError("No decode worker is available."))
-                continue
-            placement = self._router.place(ticket)
-            if placement is None:
-                return
-            heapq.heappop(self._heap)
-            future.set_result(placement)
+            elif (placement := self._router.place(ticket)) is not None:
+                future.set_result(placement)
+            else:
+                return False
+        heapq.heappop(heap)
+        return True
 
     def _retry_after(self) -> float:
         rate = self._prefill_rate()

@@ -2,7 +2,7 @@
 
 Defaults that make a box with both roles behave, and why:
 
-- Every worker may use all cores; prefill's compute threads run at nice 19. Decode then hardly feels a long prompt, and
+- Every worker may use all cores; prefill's compute threads run at nice 9. Decode then hardly feels a long prompt, and
   prefill takes whatever decode leaves, which a fixed split of the cores would waste.
 - OpenMP threads wait passively. Spinning ones would eat the core that the other role needs, and idle workers would
   never be idle.
@@ -18,7 +18,7 @@ from biphase.settings import API_FLAGS, COMMON_FLAGS, ENGINE_FLAGS, MODEL_FLAGS,
 from services.launcher.child import ChildSpec
 from services.launcher.settings import SERVE_FLAGS, ServeSettings
 
-PREFILL_NICE = 19
+PREFILL_NICE = 9
 # The services listen here; only the gateway listens where the user says.
 LOOPBACK = "127.0.0.1"
 

@@ -166,10 +166,14 @@ class Router:
         best = max((held.get(node.incarnation, 0) for node in (decode, *chosen[:1])), default=0) * block_size
         return Placement(decode, chosen[:3], decision, max(0, num_tokens - best), lambda: self.on_freed())
 
+    def fits_decode(self, num_uncached: int) -> bool:
+        """Whether a prompt is short enough for decode to prefill it while the prefill pool is busy."""
+        return num_uncached <= self._max_busy_local_tokens
+
     def _is_quicker_on_decode(self, prefills: Sequence[Node], num_uncached: int) -> bool:
         """Whether a short prompt would wait behind longer ones in the whole prefill pool. A decode worker then computes
         it between its steps: the streams there feel a short prompt little, its own client would feel the wait."""
-        if not prefills or num_uncached > self._max_busy_local_tokens:
+        if not prefills or not self.fits_decode(num_uncached):
             return False
         return min(node.num_prefill_tokens_in_flight for node in prefills) > num_uncached
 

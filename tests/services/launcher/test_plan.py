@@ -53,7 +53,7 @@ def test_aggregated_mode_has_no_prefill_worker_and_no_niceness() -> None:
 
 def test_prefill_yields_to_decode_unless_told_otherwise() -> None:
     specs = planned()
-    assert flags_of(specs["prefill-0"])["nice"] == "19"
+    assert flags_of(specs["prefill-0"])["nice"] == "9"
     assert "nice" not in flags_of(specs["decode-0"])
     specs = planned("--nice", "5")
     assert flags_of(specs["prefill-0"])["nice"] == flags_of(specs["decode-0"])["nice"] == "5"
