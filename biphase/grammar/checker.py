@@ -7,7 +7,10 @@ compiled once. Loads no grammar engine into its own process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
@@ -29,6 +32,15 @@ _MAX_KEPT = 512
 # A process that gets little of the processor is not to blame for it; one that answers nothing for so long is.
 _WALL_FACTOR = 10.0
 _START_SECONDS = 30.0
+
+_TOO_COMPLEX = "too complex"
+
+
+class _DiedError(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        # Minus the signal, as subprocesses have it.
+        self.code = code
 
 
 class GrammarChecker:
@@ -52,6 +64,7 @@ class GrammarChecker:
         self._packed: asyncio.Future[bytes] | None = None
         # Idle processes; None stands for one that is not started.
         self._idle: list[Process | None] = [None] * num_processes
+        self._busy: set[Process] = set()
         self._places = asyncio.Semaphore(num_processes)
         self._kept: OrderedDict[StructuredOutput, str | None] = OrderedDict()
         self._running: dict[StructuredOutput, asyncio.Task[str | None]] = {}
@@ -81,29 +94,50 @@ class GrammarChecker:
 
     async def _check(self, asked: StructuredOutput) -> str | None:
         async with self._places:
-            process = self._idle.pop()
             try:
-                if process is None or process.returncode is not None:
-                    process = await self._start()
-                answer = await self._ask(process, asked)
-            except BaseException:
-                _kill(process)
-                process = None
-                raise
-            finally:
-                self._idle.append(process)
-        if answer is None:
-            log.warning("grammar_killed", kind=asked.kind, num_characters=len(asked.spec))
-            error: str | None = (
+                error = await self._asked(asked)
+            except _DiedError as died:
+                log.warning("grammar_process_died", kind=asked.kind, num_characters=len(asked.spec), code=died.code)
+                try:
+                    # Out of time is an answer. Whatever else killed it may have had nothing to do with this question.
+                    error = _TOO_COMPLEX if died.code == -signal.SIGPROF else await self._asked(asked)
+                except _DiedError:
+                    error = _TOO_COMPLEX
+        if error is _TOO_COMPLEX:
+            error = (
                 f"Invalid {asked.kind}: too complex: it does not compile within {self._compile_seconds:g} s of "
                 "processor time and the memory for it."
             )
-        else:
-            error = answer["error"]
         self._kept[asked] = error
         if len(self._kept) > _MAX_KEPT:
             self._kept.popitem(last=False)
         return error
+
+    async def _asked(self, asked: StructuredOutput) -> str | None:
+        """What a process says of it.
+
+        Raises:
+            _DiedError: it died of the question, or had to be killed.
+            InternalError: no process can be had.
+        """
+        process = self._idle.pop()
+        try:
+            if process is None or process.returncode is not None:
+                process = await self._start()
+            self._busy.add(process)
+            answer = await self._ask(process, asked)
+        except BaseException:
+            # Whatever it would still say belongs to nobody.
+            if process is not None:
+                await _end(process)
+                self._busy.discard(process)
+            process = None
+            raise
+        finally:
+            if process is not None:
+                self._busy.discard(process)
+            self._idle.append(process)
+        return answer["error"]
 
     async def _start(self) -> Process:
         packed = await self._packed_vocabulary()
@@ -130,8 +164,7 @@ class GrammarChecker:
             self._packed = None
             raise
 
-    async def _ask(self, process: Process, asked: StructuredOutput) -> dict[str, str | None] | None:
-        """The process's answer; None when it died of the question or had to be killed."""
+    async def _ask(self, process: Process, asked: StructuredOutput) -> dict[str, str | None]:
         assert process.stdin is not None
         assert process.stdout is not None
         request = json.dumps(asdict(asked)).encode()
@@ -142,13 +175,15 @@ class GrammarChecker:
                 (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
                 answer: dict[str, str | None] = json.loads(await process.stdout.readexactly(length))
                 return answer
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            _kill(process)
-            code = await process.wait()
+        except TimeoutError:
+            await _end(process)
+            raise _DiedError(-signal.SIGPROF) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await _end(process)
             if code > 0:
                 # It came to an end by itself, before any question: a fault of ours, not of the grammar.
                 raise InternalError(f"the process that compiles grammars ended with {code}") from None
-            return None
+            raise _DiedError(code) from None
 
     async def close(self) -> None:
         """Ends all processes, also in the middle of something."""
@@ -157,11 +192,14 @@ class GrammarChecker:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         for process in self._idle:
             if process is not None:
-                _kill(process)
-                await process.wait()
+                await _end(process)
         self._idle = [None] * len(self._idle)
 
 
-def _kill(process: Process | None) -> None:
-    if process is not None and process.returncode is None:
-        process.kill()
+async def _end(process: Process) -> int:
+    """Kills it unless it has ended by itself. Its exit code."""
+    if process.returncode is None:
+        # Not Process.kill, which looks after the process itself and takes its exit code away from asyncio.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    return await process.wait()
