@@ -27,7 +27,8 @@ def choose_prefill_mode(
     """Decides by how many tokens nobody here has computed yet.
 
     A short rest after a hit in decode's own cache is quicker computed here than by a worker that may have to read that
-    prefix first. The gateway sends no candidates, and says why, when all are busy with longer work. Prompts below `min_remote_prefill_tokens` stay here as well, if the operator says so.
+    prefix first. The gateway sends no candidates, and says why, when all are busy with longer work. Prompts below
+    `min_remote_prefill_tokens` stay here as well, if the operator says so.
     """
     if not candidates:
         if local_reason:
