@@ -116,8 +116,9 @@ class Child:
         if not self.ready.done():
             self.ready.set_result(None)
         held, self._held = self._held, []
-        # A last sentence and exit code 2 is how a service refuses its settings: the supervisor says it, once.
-        for line in held[:-1] if status == REFUSED else held:
+        # A last sentence and exit code 2 is how a service refuses its settings: the supervisor says it, once. One that
+        # was told to end while it started has nothing to add: it was refusing for the same reason as another.
+        for line in held[:-1] if status in (REFUSED, -signal.SIGTERM) else held:
             self._on_line(self.spec.name, line)
         return Exit(status, tuple(self._last_words[-20:]))
 

@@ -1,4 +1,4 @@
-"""What this machine has to give: cores, memory, and whether a port is free. Linux, stdlib only."""
+"""What this machine has to give: cores, and whether a port is free. Linux, stdlib only."""
 
 from __future__ import annotations
 
@@ -10,36 +10,10 @@ from pathlib import Path
 
 from biphase.errors import ConfigError
 
-_SMALL_KV_CACHE_BYTES = 2**30
-_MAX_KV_CACHE_SHARE = 0.10
-
 
 def num_cores() -> int:
     """Cores this process may run on, at least 1."""
     return len(os.sched_getaffinity(0))
-
-
-def available_memory_bytes() -> int:
-    """Memory that can be taken without swapping: the machine's, or what is left of this container's limit."""
-    available = _meminfo_bytes("MemAvailable")
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        # Absent on this version of cgroups, or "max".
-        with suppress(OSError, ValueError):
-            available = min(available, int(Path(limit_file).read_text()) - int(Path(used_file).read_text()))
-    return max(available, 0)
-
-
-def default_kv_cache_bytes(weights_bytes: int) -> int:
-    """A worker's KV cache when no size was asked for: 1 GiB, or as much as the weights of a larger model, which has
-    larger blocks; at most a tenth of the memory available, so that a few workers leave most of it to others.
-
-    Args:
-        weights_bytes: size of the model's files.
-    """
-    return min(max(_SMALL_KV_CACHE_BYTES, weights_bytes), int(available_memory_bytes() * _MAX_KV_CACHE_SHARE))
 
 
 def require_free_port(host: str, port: int) -> None:
@@ -86,11 +60,3 @@ def _command_name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return "another process"
-
-
-def _meminfo_bytes(field: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == field:
-            return int(rest.split()[0]) * 1024
-    return 0

@@ -37,20 +37,17 @@ _FLAGS_OF_ROLE: Mapping[str, tuple[Flag, ...]] = {
 
 
 def children(
-    settings: ServeSettings, *, redis_url: str, kv_cache_bytes: int, num_threads: int, environ: Mapping[str, str]
+    settings: ServeSettings, *, redis_url: str, num_threads: int, environ: Mapping[str, str]
 ) -> tuple[ChildSpec, ...]:
     """The processes of one box.
 
     Args:
         redis_url: the embedded server's, or the user's.
-        kv_cache_bytes: of each worker, where the user gave no size.
         num_threads: compute threads of each worker.
         environ: this process's environment, which the children inherit but for the settings that `serve` took.
     """
     inherited = _inherited(environ)
-    settings = replace(
-        settings, redis_url=redis_url, kv_cache_bytes=settings.kv_cache_bytes or kv_cache_bytes, num_threads=num_threads
-    )
+    settings = replace(settings, redis_url=redis_url, num_threads=num_threads)
     prefill = settings if settings.nice or settings.prefill == 0 else replace(settings, nice=PREFILL_NICE)
     worker_environ = {**inherited, **child_environ(num_threads)}
     # One thread is plenty for those that compute nothing.

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from biphase.errors import BiphaseError, UnavailableError
 from biphase.index.embedded import EmbeddedValkey
@@ -21,12 +22,14 @@ from biphase.model.families import spec_of
 from biphase.model.source import ModelSource, resolve_model
 from biphase.settings import Flag, parse_flags
 from biphase.telemetry.events import configure, event_logger
+from biphase.worker.capacity import available_memory_bytes
 from services.launcher.banner import show_ready
 from services.launcher.child import ReadyLine
-from services.launcher.machine import default_kv_cache_bytes, num_cores, require_free_port
+from services.launcher.machine import num_cores, require_free_port
 from services.launcher.output import ChildOutput
 from services.launcher.plan import children
 from services.launcher.settings import SERVE_FLAGS, ServeSettings
+from services.launcher.sizing import size_kv_cache
 from services.launcher.supervisor import RestartPolicy, Supervisor
 
 log = event_logger(__name__)
@@ -97,12 +100,19 @@ class _Serve:
 
     def _supervisor(self) -> Supervisor:
         settings = self._settings
-        kv_cache_bytes = default_kv_cache_bytes(sum(file.stat().st_size for file in self._source.weight_files()))
+        weights_bytes = sum(file.stat().st_size for file in self._source.weight_files())
+        sizing = size_kv_cache(settings, spec_of(self._source), weights_bytes, available_memory_bytes())
+        if sizing.max_model_len != settings.max_model_len:
+            log.warning(
+                "max_model_len_cut",
+                max_model_len=sizing.max_model_len,
+                why="--kv-cache-bytes was not given, and a tenth of free memory holds no more",
+            )
+        settings = replace(settings, kv_cache_bytes=sizing.kv_cache_bytes, max_model_len=sizing.max_model_len)
         num_threads = settings.num_threads or num_cores()
         specs = children(
             settings,
             redis_url=settings.redis_url or (self._valkey.url if self._valkey is not None else ""),
-            kv_cache_bytes=kv_cache_bytes,
             num_threads=num_threads,
             environ=os.environ,
         )
@@ -110,7 +120,7 @@ class _Serve:
             "starting",
             model=settings.model or self._source.default_served_name,
             processes=len(specs),
-            kv_cache_mib_per_worker=(settings.kv_cache_bytes or kv_cache_bytes) // 2**20,
+            kv_cache_mib_per_worker=sizing.kv_cache_bytes // 2**20,
             threads_per_worker=num_threads,
         )
         return Supervisor(specs, ChildOutput(settings.log_format), RestartPolicy())

@@ -1,4 +1,4 @@
-"""Ports and memory of this machine."""
+"""Ports and cores of this machine."""
 
 from __future__ import annotations
 
@@ -35,15 +35,5 @@ def test_a_host_that_is_not_ours_is_refused() -> None:
         machine.require_free_port("192.0.2.1", 8000)
 
 
-def test_the_default_kv_cache_grows_with_the_model_to_a_tenth_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 100 * 2**30)
-    assert machine.default_kv_cache_bytes(2**28) == 2**30
-    assert machine.default_kv_cache_bytes(3 * 2**30) == 3 * 2**30
-    assert machine.default_kv_cache_bytes(16 * 2**30) == 10 * 2**30
-    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 5 * 2**30)
-    assert machine.default_kv_cache_bytes(2**28) == 2**29
-
-
-def test_this_machine_has_cores_and_memory() -> None:
+def test_this_machine_has_cores() -> None:
     assert machine.num_cores() >= 1
-    assert machine.available_memory_bytes() > 2**20

@@ -18,7 +18,6 @@ def planned(*argv: str, **environ: str) -> dict[str, ChildSpec]:
     specs = children(
         settings,
         redis_url="unix:///run/v.sock",
-        kv_cache_bytes=1 << 30,
         num_threads=4,
         environ={"PATH": "/bin", **environ},
     )
@@ -76,10 +75,6 @@ def test_engine_flags_reach_the_workers_only() -> None:
             "67108864",
         )
     assert "block-size" not in flags_of(specs["gateway-0"])
-
-
-def test_without_a_size_the_kv_cache_is_the_share_given() -> None:
-    assert flags_of(planned()["decode-0"])["kv-cache-bytes"] == str(1 << 30)
 
 
 def test_the_model_reaches_workers_and_gateway() -> None:
