@@ -20,14 +20,14 @@ from biphase.transfer.handshake import Hello, Welcome, introduce, measure_patter
 from biphase.transfer.leases import HolderPool, LeaseTable
 from biphase.transfer.sockets import DeadlineSocket, connect_tcp
 
-_BATCH_BYTES = 1024 * 1024
+_BATCH_BYTES = 512 * 1024
 _BATCHES_PER_READ = frames.MAX_READ_BLOCKS // frames.MAX_BATCH_BLOCKS
 # A batch that is not out after this long has a reader that is stuck.
 BATCH_SECONDS = 10.0
 
 
 def batch_blocks(block_bytes: int) -> int:
-    """Blocks per DATA frame: about a megabyte, so that system calls are few and pins are short."""
+    """Blocks per DATA frame: half a megabyte: few system calls, and still in the cache when it is checked."""
     return max(1, min(frames.MAX_BATCH_BLOCKS, _BATCH_BYTES // block_bytes))
 
 
