@@ -25,6 +25,11 @@ _OPTIONS = (
 Registration = Callable[[grpc.aio.Server], None]
 
 
+def reachable_host(host: str) -> str:
+    """The host that peers use for what listens on `host`: this machine's name where that is a wildcard."""
+    return socket.gethostname() if host in ("0.0.0.0", "::", "[::]") else host
+
+
 class RpcServer:
     """One gRPC server with health checking. `set_serving` is what load balancers and probes see."""
 
@@ -61,8 +66,7 @@ class RpcServer:
         if bound == 0:
             raise ConfigError(f"cannot listen on {host}:{port}: it is taken or not an address of this host")
         await server.start()
-        shown = advertise_host or (socket.gethostname() if host in ("0.0.0.0", "::", "[::]") else host)
-        rpc = cls(server, health, f"{shown}:{bound}")
+        rpc = cls(server, health, f"{advertise_host or reachable_host(host)}:{bound}")
         await rpc.set_serving(False)
         return rpc
 

@@ -27,7 +27,7 @@ from biphase.transfer.channels import ReadRequest
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.reader import BlockReader
 from biphase.worker.identity import WorkerIdentity
-from biphase.worker.reads import HeldLease
+from biphase.worker.reads import HeldLease, reads_ended
 
 log = event_logger(__name__)
 
@@ -201,12 +201,9 @@ class PrefixFetcher:
             [ReadRequest.from_handle(handle, block_ids[handle.index]) for handle in answer.blocks],
             deadline_seconds=self.timeout_seconds,
         )
-        try:
-            result = await asyncio.shield(asyncio.wrap_future(future))
-        except asyncio.CancelledError:
-            # Nothing may land in these blocks once we have returned.
-            await asyncio.wait([asyncio.wrap_future(future)])
-            raise
+        read = asyncio.wrap_future(future)
+        await reads_ended([read])
+        result = read.result()
         if result.error is not None:
             self.counts.num_failed += 1
             log.warning("prefix_read_failed", request_id=request.request_id, error=result.error.message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,10 +12,29 @@ import grpc
 
 from biphase.rpc.v1 import blocks_pb2, blocks_pb2_grpc
 from biphase.telemetry.events import event_logger
+from biphase.transfer.channels import ReadResult
 
 log = event_logger(__name__)
 
 _RELEASE_SECONDS = 5.0
+
+
+async def reads_ended(reads: Iterable[asyncio.Future[ReadResult]]) -> None:
+    """Returns when none of the reads is posted any more.
+
+    Blocks must not be given up while bytes may land in them, so a cancellation, and another one after it, waits for
+    the reads too, which end by their own deadline; then it goes on its way.
+    """
+    pending = {read for read in reads if not read.done()}
+    cancelled: asyncio.CancelledError | None = None
+    while pending:
+        try:
+            _, pending = await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            pending = {read for read in pending if not read.done()}
+    if cancelled is not None:
+        raise cancelled
 
 
 class HeldLease:

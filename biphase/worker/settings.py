@@ -23,6 +23,10 @@ WORKER_FLAGS = (
     Flag("max-mixed-prefill-tokens", non_negative, 128,
          "prompt tokens in a step that also decodes, at most; 0: only --max-num-batched-tokens limits them"),
     Flag("transports", str, ("shm", "tcp"), "transports to use for KV blocks, best first", many=True),
+    Flag("transfer-port", non_negative, 0, "port where KV blocks can be read; 0: any free one"),
+    Flag("advertised-address", str, "",
+         "host:port at which others reach this worker's port, where that is another (a proxy, NAT, a container)"),
+    Flag("advertised-transfer-address", str, "", "the same for --transfer-port"),
     Flag("require-transport", str, "", "refuse peers that cannot be reached by this transport"),
     Flag("min-remote-prefill-tokens", non_negative, 0,
          "decode prefills prompts with fewer uncached tokens itself"),
@@ -69,6 +73,9 @@ class WorkerSettings:
     scheduling_policy: str
     max_mixed_prefill_tokens: int
     transports: tuple[str, ...]
+    transfer_port: int
+    advertised_address: str
+    advertised_transfer_address: str
     require_transport: str
     min_remote_prefill_tokens: int
     max_local_suffix_tokens: int

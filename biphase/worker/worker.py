@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from biphase.cache.hashing import root_hash
 from biphase.engine import Engine
 from biphase.errors import BiphaseError, InvalidRequestError, UnavailableError
 from biphase.index.registry import NodeLoad, NodeRecord, new_incarnation
-from biphase.request import BlockHash, NodeId, Request
+from biphase.request import BlockHash, NodeId, Request, RequestId
 from biphase.rpc.client import ChannelPool
 from biphase.rpc.node import NodeServicer
-from biphase.rpc.server import Registration, RpcServer
+from biphase.rpc.server import Registration, RpcServer, reachable_host
 from biphase.rpc.v1 import blocks_pb2_grpc, node_pb2, node_pb2_grpc
 from biphase.telemetry.events import event_logger
 from biphase.transfer.holder import BlockHolderServicer
@@ -71,6 +73,7 @@ class Worker:
         self.failure: BiphaseError | None = None
         self._state = "starting"
         self._active: set[str] = set()
+        self._calls = itertools.count()
         self._stop = asyncio.Event()
         self._drain_seconds = settings.drain_timeout
         self._started = time.monotonic()
@@ -93,10 +96,14 @@ class Worker:
             self.incarnation,
             self.leases,
             host=self.settings.host,
+            port=self.settings.transfer_port,
+            advertise_host=reachable_host(self.settings.host),
             generations=core.generations,
             transports=self._transports,
         )
         endpoint = self.server.endpoint
+        if self.settings.advertised_transfer_address and endpoint.tcp_address:
+            endpoint = replace(endpoint, tcp_address=self.settings.advertised_transfer_address)
         self.endpoint = endpoint.to_proto()
         holder = BlockHolderServicer(core.pool, self.leases, core.layout, self.endpoint)
         node = NodeServicer(lambda: self.identity.info(), self.status, self.request_stop)
@@ -113,7 +120,7 @@ class Worker:
             node_id=self.node_id,
             role=self.role,
             incarnation=self.incarnation,
-            address=self._rpc.address,
+            address=self.settings.advertised_address or self._rpc.address,
             layout=core.layout,
             model=core.model,
             endpoint=self.endpoint,
@@ -150,6 +157,14 @@ class Worker:
         await self._rpc.set_serving(True)
 
     # ---- serving
+
+    def own_id(self, request_id: str) -> RequestId:
+        """An id for one call's work, which nothing else here has or will have.
+
+        The same request may come again while an earlier call for it has not ended: after a freeze, a lost connection,
+        or by way of two decode workers. What belongs to the one call must never reach the other.
+        """
+        return RequestId(f"{request_id}~{next(self._calls)}")
 
     @contextlib.contextmanager
     def accept(self, request: Request) -> Iterator[None]:

@@ -28,7 +28,7 @@ from biphase.telemetry.events import event_logger
 from biphase.transfer.channels import ReadResult
 from biphase.transfer.collector import BlockCollector
 from biphase.transfer.endpoint import Endpoint
-from biphase.worker.reads import HeldLease
+from biphase.worker.reads import HeldLease, reads_ended
 from biphase.worker.worker import Worker
 
 log = event_logger(__name__)
@@ -276,10 +276,4 @@ class _Attempt:
 
     async def quiesce(self) -> None:
         """Returns when no read of this attempt is posted any more."""
-        pending = {read for read in self._reads if not read.done()}
-        while pending:
-            try:
-                _, pending = await asyncio.wait(pending)
-            except asyncio.CancelledError:
-                # Blocks must not be given up while bytes may land in them; reads end by their own deadline.
-                continue
+        await reads_ended(self._reads)

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from biphase.engine import EngineEvent, Finished, Reserved, Tokens
-from biphase.errors import InternalError, InvalidRequestError, LayoutMismatchError
-from biphase.request import FinishReason, Request, RequestId
+from biphase.errors import InternalError, InvalidRequestError, LayoutMismatchError, UnavailableError
+from biphase.request import FinishReason, Request
 from biphase.rpc.errors import stream_method
 from biphase.rpc.messages import logprobs_to_proto, sampling_from_proto
 from biphase.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc
@@ -53,7 +53,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if not 0 < message.num_prompt_tokens <= len(token_ids):
             raise InvalidRequestError(f"num_prompt_tokens is {message.num_prompt_tokens} of {len(token_ids)} tokens")
         return Request(
-            request_id=RequestId(message.request_id),
+            request_id=self._worker.own_id(message.request_id),
             prompt_token_ids=token_ids[: message.num_prompt_tokens],
             output_token_ids=token_ids[message.num_prompt_tokens :],
             num_preset_output_tokens=len(token_ids) - message.num_prompt_tokens,
@@ -117,6 +117,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         raise event.error
                     if event.reason is FinishReason.ERROR:
                         raise InternalError(f"{worker.node_id} failed {request.request_id}: {event.error}")
+                    if event.reason is FinishReason.ABORT:
+                        # Only the end of this call aborts its request; whatever else did, the answer is not complete.
+                        raise UnavailableError(f"{worker.node_id} gave up {request.request_id}")
                     self._complete(report, request, handoff)
                     finish = decode_pb2.Finish(reason=event.reason.value)
                     if event.stop_token_id is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from biphase.cache.hashing import commit_hash
 from biphase.engine import BlocksComputed, EngineEvent, Finished, Reserved, Tokens
 from biphase.errors import DeadlineExceededError, InternalError, InvalidRequestError, LayoutMismatchError
-from biphase.request import FinishReason, Request, RequestId, TokenLogprobs
+from biphase.request import FinishReason, Request, TokenLogprobs
 from biphase.rpc.errors import stream_method
 from biphase.rpc.messages import logprobs_to_proto, sampling_from_proto
 from biphase.rpc.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
@@ -76,7 +76,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if message.num_held_tokens % self._worker.settings.block_size or message.num_held_tokens > len(token_ids):
             raise InvalidRequestError(f"num_held_tokens is {message.num_held_tokens}: whole blocks of the request only")
         return Request(
-            request_id=RequestId(message.request_id),
+            request_id=self._worker.own_id(message.request_id),
             prompt_token_ids=token_ids[: message.num_prompt_tokens],
             output_token_ids=token_ids[message.num_prompt_tokens :],
             num_preset_output_tokens=len(token_ids) - message.num_prompt_tokens,
