@@ -7,11 +7,9 @@ request finished or was preempted. Knows no model family and no policy; runs in 
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +19,12 @@ from torch import Tensor
 from biphase.errors import UnsupportedError
 from biphase.grammar.library import GrammarLibrary
 from biphase.grammar.matcher import OutputMatcher
-from biphase.model.eager import EagerForward
-from biphase.model.forward import Forward, ForwardBatch
+from biphase.model.executors import ExecutorOptions, choose_executor
+from biphase.model.forward import ForwardBatch
 from biphase.model.loader import LoadedModel
 from biphase.request import Request, RequestId, TokenLogprobs
 from biphase.sampler import SamplingRow, sample, token_logprobs
 from biphase.scheduler.output import RunnerOutput, SchedulerOutput
-from biphase.telemetry.events import event_logger
-
-log = event_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,38 +63,40 @@ class ModelRunner:
         num_threads: int = 0,
         native: bool = True,
         nice: int = 0,
+        cuda_graphs: bool = True,
         grammars: GrammarLibrary | None = None,
     ) -> None:
         """
         Args:
             kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
             num_threads: compute threads; 0 takes all cores that this process may use.
-            native: use the compiled CPU program where it is built and supports the model, else plain torch.
+            native: use compiled kernels where they are built and support the model, else plain torch.
             nice: added to the niceness of the native program's threads.
+            cuda_graphs: on a GPU, record decode steps and replay them.
             grammars: where matchers for structured output come from; without one such requests fail.
         """
         self._grammars = grammars
         self._spec = model.spec
-        self._device = kv_cache.device
         self._block_size = block_size
         # Logits rows of one pass: bounds the logits' memory, also for prompt_logprobs.
         self._max_logits = max_num_seqs
         num_threads = num_threads or len(os.sched_getaffinity(0))
-        self._forward, self.executor = _executor(
+        executor = choose_executor(
             model,
             kv_cache,
-            native=native,
-            options={
-                "block_size": block_size,
-                "max_num_batched_tokens": max_num_batched_tokens,
-                "max_num_seqs": max_num_seqs,
-                "max_model_len": max_model_len,
-                "dtype": model.dtype,
-                "num_threads": num_threads,
-                "nice": nice,
-            },
-            max_model_len=max_model_len,
+            ExecutorOptions(
+                block_size=block_size,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                num_threads=num_threads,
+                nice=nice,
+                native=native,
+                cuda_graphs=cuda_graphs,
+            ),
         )
+        self._forward, self.executor = executor.forward, executor.name
+        self._input_device = torch.device("cpu") if executor.takes_host_batches else kv_cache.device
         # The native program has threads of its own. Torch's, which the sampler would use, spin for a while after each
         # call and take the cores from them: with two cores, 27 instead of 18 ms a step at 32 sequences.
         torch.set_num_threads(1 if self.executor == "native" else num_threads)
@@ -113,7 +110,6 @@ class ModelRunner:
         self._slots = np.empty(max_num_batched_tokens, dtype=np.int64)
         self._starts = np.zeros(max_num_seqs + 1, dtype=np.int32)
         self._seq_lens = np.empty(max_num_seqs, dtype=np.int32)
-        self._batch_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._arange = np.arange(max_num_batched_tokens, dtype=np.int32)
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
@@ -188,8 +184,9 @@ class ModelRunner:
         blocks = self._tables[row_of_token, positions // self._block_size]
         np.multiply(blocks, self._block_size, out=slots, casting="unsafe")
         slots += positions % self._block_size
-        tables = self._batch_tables[:num_seqs]
-        np.take(self._tables, rows, axis=0, out=tables, mode="clip")
+        # Only as wide as this batch needs.
+        width = -(-int(seq_lens.max()) // self._block_size)
+        tables = self._tables[rows, :width]
         return self._forward(
             ForwardBatch(
                 token_ids=self._tensor(token_ids),
@@ -221,7 +218,7 @@ class ModelRunner:
 
     def _tensor(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+        return tensor if self._input_device.type == "cpu" else tensor.to(self._input_device, non_blocking=True)
 
     def _row_of(self, request: Request, step: SchedulerOutput) -> _Row:
         row = self._rows.get(request.request_id)
@@ -268,22 +265,3 @@ class ModelRunner:
         if row.num_blocks != num_blocks:
             self._tables[row.index, row.num_blocks : num_blocks] = block_ids[row.num_blocks :]
             row.num_blocks = num_blocks
-
-
-def _executor(
-    model: LoadedModel, kv_cache: Tensor, *, native: bool, options: dict[str, object], max_model_len: int
-) -> tuple[Forward, str]:
-    """The executor and its name, "native" or "eager"."""
-    if native and kv_cache.device.type == "cpu":
-        unavailable: tuple[type[Exception], ...] = (ImportError, OSError, NotImplementedError)
-        try:
-            module = importlib.import_module("biphase.ops.cpu_program")
-            unavailable = (*unavailable, module.LibraryUnavailableError)
-            return cast(Forward, module.CpuProgram(model.spec, model.weights, kv_cache, **options)), "native"
-        except unavailable as error:
-            log.warning(
-                "native_kernels_unavailable",
-                reason=str(error) or type(error).__name__,
-                consequence="this worker runs plain torch and is several times slower",
-            )
-    return EagerForward(model.spec, model.weights, kv_cache, max_model_len=max_model_len), "eager"
