@@ -34,7 +34,7 @@ inline void softmax_rows(float* s, T* p, int rows, int count, const int* low, co
         maximum[r] = top;
         alpha[r] = exp2_of(setf((old - top) * factor))[0];
         const vf shift = setf(top * factor);
-        for (int i = 0; i < padded; i += VL) store_act(p + i, exp2_of(fma(loadf(s + i), setf(factor), -shift)));
+        for (int i = 0; i < padded; i += VL) store_act(p + i, exp2_for<T>(fma(loadf(s + i), setf(factor), -shift)));
     }
 }
 

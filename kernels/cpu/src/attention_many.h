@@ -69,22 +69,17 @@ inline void softmax_block(float* s, uint32_t* p, int count, float scale, float s
         const vf shift = top * factor;
         // Exactly 1 where the maximum stays, so that a block of masked keys changes nothing.
         const vf alpha = exp2_of((old - top) * factor);
+        auto probability = [&](int key) {
+            return exp2_for<T>(fma(loadf(s + key * kLanes + lane), setf(factor), -shift));
+        };
         if constexpr (sizeof(T) == 4) {
             for (int key = 0; key < count; ++key) {
-                vf x = exp2_of(fma(loadf(s + key * kLanes + lane), setf(factor), -shift));
-                storef(reinterpret_cast<float*>(p) + key * kLanes + lane, x);
+                storef(reinterpret_cast<float*>(p) + key * kLanes + lane, probability(key));
             }
         } else {
-            int key = 0;
-            for (; key + 2 <= count; key += 2) {
-                vf x = exp2_of(fma(loadf(s + key * kLanes + lane), setf(factor), -shift));
-                vf y = exp2_of(fma(loadf(s + (key + 1) * kLanes + lane), setf(factor), -shift));
-                vu pair = bf16_bits(x) | (bf16_bits(y) << 16);
+            for (int key = 0; key < count; key += 2) {
+                vu pair = bf16_pairs(probability(key), key + 1 < count ? probability(key + 1) : vf{});
                 std::memcpy(p + key / 2 * kLanes + lane, &pair, sizeof pair);
-            }
-            if (key < count) {
-                vu half = bf16_bits(exp2_of(fma(loadf(s + key * kLanes + lane), setf(factor), -shift)));
-                std::memcpy(p + key / 2 * kLanes + lane, &half, sizeof half);
             }
         }
         bool same = true;
@@ -117,6 +112,35 @@ struct AttentionTile {
     int first_position() const { return position[0]; }
     int last_position() const { return position[count - 1]; }
 };
+
+// O^T, divided by the sum of probabilities, to the rows of the output. `turned`: room for kLanes vectors.
+template <class T>
+inline void write_tile(const AttentionTile& tile, const UnitPlace& place, const bp_op& op, const bp_model& m,
+                       float* turned) {
+    const int d = m.head_dim;
+    for (int lane = 0; lane < tile.count; lane += VL) {
+        const int lanes = tile.count - lane < VL ? tile.count - lane : VL;
+        const vf inverse = 1.0f / loadf(tile.o + d * kLanes + lane);
+        for (int i = 0; i < d; i += VL) {
+            alignas(64) float columns[VL * VL];
+            const uint32_t* rows[VL];
+            const int width = d - i < VL ? d - i : VL;
+            for (int j = 0; j < VL; ++j) {
+                storef(columns + j * VL, j < width ? loadf(tile.o + (i + j) * kLanes + lane) * inverse : vf{});
+                rows[j] = reinterpret_cast<const uint32_t*>(columns) + j * VL;
+            }
+            transpose_tile(rows, 0, reinterpret_cast<uint32_t*>(turned), VL);
+            for (int j = 0; j < lanes; ++j) {
+                T* out = place.output_row<T>(op, m, tile.first + lane + j) + i;
+                if (width == VL) {
+                    store_act(out, loadf(turned + j * VL));
+                } else {
+                    store_row(out, turned + j * VL, width);
+                }
+            }
+        }
+    }
+}
 
 template <class T>
 void attend_many(const Program& program, const bp_op& op, int thread, const AttentionUnit& unit) {
@@ -184,14 +208,7 @@ void attend_many(const Program& program, const bp_op& op, int thread, const Atte
             }
         }
     }
-    for (int t = 0; t < num_tiles; ++t) {
-        const AttentionTile& tile = tiles[t];
-        for (int lane = 0; lane < tile.count; ++lane) {
-            T* out = place.output_row<T>(op, m, tile.first + lane);
-            const float inverse = 1.0f / tile.o[d * kLanes + lane];
-            for (int i = 0; i < d; ++i) out[i] = from_float<T>(tile.o[i * kLanes + lane] * inverse);
-        }
-    }
+    for (int t = 0; t < num_tiles; ++t) write_tile<T>(tiles[t], place, op, m, s);
 }
 
 }  // namespace

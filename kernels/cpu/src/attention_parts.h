@@ -107,13 +107,6 @@ struct UnitPlace {
     }
 };
 
-#if defined(__AVX512BW__)
-// Picks (a[0], b[0], a[1], b[1], ...) out of two vectors of 32.
-alignas(64) constexpr uint16_t kInterleave[64] = {
-    0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
-    16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-#endif
-
 // Interleaves V's rows by pairs, [keys / 2][d] units; a missing last row is zero.
 inline void pair_values(const bf16* const* rows, int count, int d, uint32_t* out) {
     for (int key = 0; key < count; key += 2, out += d) {

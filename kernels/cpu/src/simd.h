@@ -114,6 +114,25 @@ inline vu bf16_bits(vf x) {
 #endif
 }
 
+#if defined(__AVX512BW__)
+// Picks (a[0], b[0], a[1], b[1], ...) out of two vectors of 32, or out of the halves of one.
+alignas(64) constexpr uint16_t kInterleave[64] = {
+    0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
+    16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+alignas(64) constexpr uint16_t kInterleaveHalves[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+#endif
+
+// a and b rounded to bfloat16, pair by pair: a in the low half.
+inline vu bf16_pairs(vf a, vf b) {
+#if defined(__AVX512BF16__)
+    return (vu)_mm512_permutexvar_epi16(_mm512_load_si512(kInterleaveHalves),
+                                        (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#else
+    return bf16_bits(a) | (bf16_bits(b) << 16);
+#endif
+}
+
 template <class T>
 inline void store_act(T* p, vf x);
 template <>
@@ -164,20 +183,41 @@ inline float max_lanes(vf v) {
     return lanes[0];
 }
 
-// 2^x for x <= 127, to 2 ulp; 0 for x <= -127 and for -inf. Degree 6 on [-0.5, 0.5].
-inline vf exp2_of(vf x) {
-    x = vmax(x, setf(-127.0f));
+// 2^x for x <= 127, by a polynomial of degree 6 on [-0.5, 0.5], to 2 ulp; of degree 4, to 2^-17. 0 for x <= -150 and for
+// -inf.
+template <int kDegree>
+inline vf exp2_poly(vf x) {
+    x = vmax(x, setf(-160.0f));
     vf n = round_even(x);
     vf f = x - n;
-    vf p = setf(1.5403530e-4f);
-    p = fma(p, f, setf(1.3333558e-3f));
-    p = fma(p, f, setf(9.6181291e-3f));
-    p = fma(p, f, setf(5.5504109e-2f));
-    p = fma(p, f, setf(2.4022651e-1f));
-    p = fma(p, f, setf(6.9314718e-1f));
+    vf p;
+    if constexpr (kDegree == 6) {
+        p = setf(1.5403530e-4f);
+        p = fma(p, f, setf(1.3333558e-3f));
+        p = fma(p, f, setf(9.6181291e-3f));
+        p = fma(p, f, setf(5.5504109e-2f));
+        p = fma(p, f, setf(2.4022651e-1f));
+        p = fma(p, f, setf(6.9314718e-1f));
+    } else {
+        p = setf(9.6181291e-3f);
+        p = fma(p, f, setf(5.5504109e-2f));
+        p = fma(p, f, setf(2.4022651e-1f));
+        p = fma(p, f, setf(6.9314718e-1f));
+    }
     p = fma(p, f, setf(1.0f));
-    vu power = (__builtin_convertvector(n, vu) + 127) << 23;
-    return p * as_vf(power);
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    // In two steps, since 2^n alone may be too small for a float.
+    vu whole = __builtin_convertvector(n, vu), half = whole >> 1;
+    return p * as_vf((half + 127) << 23) * as_vf((whole - half + 127) << 23);
+#endif
+}
+inline vf exp2_of(vf x) { return exp2_poly<6>(x); }
+// For numbers that are rounded to T next.
+template <class T>
+inline vf exp2_for(vf x) {
+    return exp2_poly<sizeof(T) == 4 ? 6 : 4>(x);
 }
 
 constexpr float kLog2e = 1.44269504088896341f;
