@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,8 +26,7 @@ from services.kvstore.diskfile import HEADER_BYTES, BadBlockFileError, read_bloc
 log = event_logger(__name__)
 
 LAYOUT_FILE = "layout.json"
-# Blocks waiting to be written hold their memory.
-_MAX_QUEUED_BLOCKS = 256
+_MAX_WANTED = 65536
 _FAILED_WRITE_PAUSE_SECONDS = 1.0
 
 
@@ -45,7 +44,7 @@ class DiskCounts:
     num_written: int = 0
     num_read: int = 0
     num_evicted: int = 0
-    # Offered for writing while too much was waiting.
+    # To be written, but gone from memory before their turn, or too many.
     num_skipped: int = 0
     # Torn, flipped or misnamed: dropped.
     num_corrupt: int = 0
@@ -55,12 +54,8 @@ class DiskCounts:
     num_recovered: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    block_hash: BlockHash
-    tenant: str
-    payload: memoryview
-    done: Callable[[], None]
+# Called under the lock.
+BlockSource = Callable[[BlockHash], tuple[memoryview, Callable[[], None]] | None]
 
 
 class DiskTier:
@@ -68,21 +63,31 @@ class DiskTier:
 
     Args:
         capacity_bytes: file sizes, headers included.
+        source: memory of a block that is to be written, or None when it is gone from there. The second part is
+            called, once, when the memory was read.
         lock: the pool's, so that what is in memory and what is on disk is known together.
     """
 
     def __init__(
-        self, folder: Path, layout: KVLayout, capacity_bytes: int, listener: DiskListener, lock: threading.RLock
+        self,
+        folder: Path,
+        layout: KVLayout,
+        capacity_bytes: int,
+        listener: DiskListener,
+        lock: threading.RLock,
+        source: BlockSource,
     ) -> None:
         self._folder = folder
         self._layout = layout
+        self._source = source
         self._max_blocks = max(1, capacity_bytes // (HEADER_BYTES + layout.block_bytes))
         self._listener = listener
         self._lock = lock
         self._changed = threading.Condition(lock)
         # Hash -> tenant, least recently used first.
         self._entries: OrderedDict[BlockHash, str] = OrderedDict()
-        self._writes: deque[_Write] = deque()
+        # Named, not held: a block evicted from memory before its turn is not written.
+        self._wanted: deque[tuple[BlockHash, str]] = deque()
         self._deletes: deque[BlockHash] = deque()
         # What the writing thread does just now.
         self._writing: BlockHash | None = None
@@ -116,28 +121,17 @@ class DiskTier:
         with self._lock:
             return self._entries.get(block_hash)
 
-    def reserve(self, num_blocks: int) -> int:
-        """How many of so many blocks `put` will take now; the others count as skipped. Under the lock, with `put`."""
-        taken = min(num_blocks, 0 if self._closing else _MAX_QUEUED_BLOCKS - len(self._writes))
-        self.counts.num_skipped += num_blocks - taken
-        return taken
+    def want(self, hashes: Sequence[BlockHash], tenant: str) -> None:
+        """Has the blocks of one chain written soon, those that are in memory still when their turn comes.
 
-    def put(self, block_hash: BlockHash, tenant: str, payload: memoryview, done: Callable[[], None]) -> None:
-        """Has a block written soon, unless it is here. There must be room for it (`reserve`).
-
-        Args:
-            payload: must not change until `done`.
-            done: called once, in any thread, perhaps before this returns.
+        The last one first: writing counts as use, there and here, and a prefix shall outlive what follows it.
         """
         with self._lock:
-            known = block_hash in self._entries
-            if known:
-                self._entries.move_to_end(block_hash)
-            elif not self._closing:
-                self._writes.append(_Write(block_hash, tenant, payload, done))
-                self._changed.notify_all()
-                return
-        done()
+            missing = [block_hash for block_hash in reversed(hashes) if block_hash not in self._entries]
+            room = 0 if self._closing else _MAX_WANTED - len(self._wanted)
+            self.counts.num_skipped += max(0, len(missing) - room)
+            self._wanted.extend((block_hash, tenant) for block_hash in missing[-room:] if room > 0)
+            self._changed.notify_all()
 
     def read(self, block_hash: BlockHash, into: memoryview) -> bool:
         """Fills `into` with a block, in the caller's thread. False: it is not to be had, and not listed any more."""
@@ -161,14 +155,12 @@ class DiskTier:
         """Writes what waits, for so long at most, and ends the threads."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while (self._writes or self._deletes or self._busy) and (left := deadline - time.monotonic()) > 0:
+            while (self._wanted or self._deletes or self._busy) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._closing = True
-            abandoned = list(self._writes)
-            self._writes.clear()
+            self.counts.num_skipped += len(self._wanted)
+            self._wanted.clear()
             self._changed.notify_all()
-        for write in abandoned:
-            write.done()
         for thread in self._threads:
             thread.join()
 
@@ -176,7 +168,7 @@ class DiskTier:
         """For tests: whether everything was verified and written in that time."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while self._writes or self._deletes or self._busy or not self.verified:
+            while self._wanted or self._deletes or self._busy or not self.verified:
                 if (left := deadline - time.monotonic()) <= 0:
                     return False
                 self._changed.wait(left)
@@ -187,42 +179,50 @@ class DiskTier:
     def _write_forever(self) -> None:
         while True:
             with self._changed:
-                while not (self._writes or self._deletes or self._closing):
+                while not (self._wanted or self._deletes or self._closing):
                     self._changed.wait()
-                deletes = list(self._deletes)
-                self._deletes.clear()
-                # A block that came back meanwhile has its file still, or is about to be written anew.
-                deletes = [block_hash for block_hash in deletes if block_hash not in self._entries]
-                write = self._writes.popleft() if self._writes else None
-                self._writing = write.block_hash if write is not None else None
-                if write is None and not deletes and self._closing:
+                if self._closing and not self._deletes:
                     return
+                # A block that came back meanwhile has its file still, or is about to be written anew.
+                deletes = [block_hash for block_hash in self._deletes if block_hash not in self._entries]
+                self._deletes.clear()
                 self._busy = True
             for block_hash in deletes:
                 self._path(block_hash).unlink(missing_ok=True)
-            if write is not None:
-                self._write(write)
+            self._write_next()
             with self._changed:
                 self._writing = None
                 self._busy = False
                 self._changed.notify_all()
 
-    def _write(self, write: _Write) -> None:
-        path = self._path(write.block_hash)
+    def _write_next(self) -> None:
+        with self._lock:
+            if not self._wanted:
+                return
+            block_hash, tenant = self._wanted.popleft()
+            if block_hash in self._entries:
+                return
+            found = self._source(block_hash)
+            if found is None:
+                self.counts.num_skipped += 1
+                return
+            self._writing = block_hash
+        payload, done = found
+        path = self._path(block_hash)
         try:
             path.parent.mkdir(exist_ok=True)
-            write_block(path, write.block_hash, self._layout.namespace, write.tenant, write.payload)
+            write_block(path, block_hash, self._layout.namespace, tenant, payload)
         except OSError as error:
-            write.done()
             self._failed("write", error)
             with self._changed:
                 if not self._closing:
                     self._changed.wait(_FAILED_WRITE_PAUSE_SECONDS)
             return
+        finally:
+            done()
         with self._lock:
-            self._enter(write.block_hash, write.tenant)
+            self._enter(block_hash, tenant)
             self.counts.num_written += 1
-        write.done()
 
     def _enter(self, block_hash: BlockHash, tenant: str) -> None:
         """Lists a block; under the lock. The oldest go for it."""

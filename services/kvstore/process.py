@@ -227,7 +227,7 @@ class StoreProcess:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             for region in self.store.regions:
-                region.sweep()
+                region.leases.sweep()
 
     def _num_leases(self) -> int:
         return sum(region.leases.counts().num_leases for region in self.store.regions)

@@ -1,8 +1,8 @@
-"""One namespace's blocks: memory, disk, who may read them, and what the index hears of them.
+"""One namespace's blocks: memory, disk, and who may read them.
 
-Owns the way of a block through the store: offered, read from the worker, held, leased, evicted, fetched back from disk.
-Every step holds a pool reference on the block it touches. Owns no RPC (servicer.py) and no choice among namespaces
-(store.py).
+Owns the assembly of a region and the reader's side: leases, with what they lack in memory fetched from disk first.
+How blocks come in from workers is intake.py's; which may stay is residency.py's; what the index hears is holdings.py's.
+Every step holds a pool reference on the block it touches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +18,17 @@ from typing import Any
 
 from biphase.cache.block_pool import BlockPool
 from biphase.cache.memory import BlockMemory, SharedGenerations
-from biphase.index.events import HASH_BYTES
-from biphase.index.publisher import IndexPublisher
 from biphase.request import BlockHash
 from biphase.telemetry.events import event_logger
-from biphase.transfer.channels import Handle, ReadRequest
+from biphase.transfer.channels import Handle
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.layout import KVLayout
 from biphase.transfer.leases import Lease, LeaseTable
 from biphase.transfer.reader import BlockReader
 from biphase.transfer.server import BlockServer
 from services.kvstore.disk import DiskTier
+from services.kvstore.holdings import Holdings, MakePublisher
+from services.kvstore.intake import Arrivals, Intake, Taken
 from services.kvstore.residency import COMMON_TENANT, Refusal, Residency
 from services.kvstore.settings import KvstoreSettings
 
@@ -41,24 +41,13 @@ _NOTED_HASHES = 512
 _ARRIVAL_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What became of an offer, in blocks."""
-
-    num_stored: int = 0
-    num_known: int = 0
-    num_refused: int = 0
-
-
 @dataclass(slots=True)
-class RegionCounts:
+class LeaseCounts:
     num_lease_hashes: int = 0
     num_lease_hits: int = 0
-    num_stored: int = 0
-    num_known: int = 0
-    num_unverified: int = 0
+    # Blocks brought from disk to memory, for a lease or ahead of one.
     num_promoted: int = 0
-    num_bytes_taken: int = 0
+    num_read_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +65,6 @@ class Region:
         capacity_bytes: of memory.
         disk_folder: None: no disk tier.
         disk_capacity_bytes: of the disk tier.
-        publisher: given what is held here; None: without an index.
         executor: for reads from disk.
 
     Raises:
@@ -93,15 +81,14 @@ class Region:
         capacity_bytes: int,
         disk_folder: Path | None,
         disk_capacity_bytes: int,
-        publisher: Callable[[Callable[[], Sequence[BlockHash]]], IndexPublisher | None],
+        publisher: MakePublisher,
         executor: Executor,
     ) -> None:
         self.layout = layout
         # Whether this life of the store has used it, or it only came from disk.
         self.used = False
         self.last_used = time.monotonic()
-        self.counts = RegionCounts()
-        self._settings = settings
+        self.counts = LeaseCounts()
         self._executor = executor
         num_blocks = max(1, capacity_bytes // layout.block_bytes)
         self.memory = BlockMemory(num_blocks, layout.block_bytes)
@@ -117,48 +104,35 @@ class Region:
         self.reader = BlockReader(
             self.memory, layout, identity.node_id, identity.incarnation, transports=settings.transports
         )
-        # Blocks on their way in, from a worker or from disk. Resolved when they are held, or are not to come.
-        self._arriving: dict[BlockHash, asyncio.Future[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.publisher = publisher(self.held)
-        self.pool.add_listener(stored=self._on_stored, removed=self._on_removed)
+        self.holdings = Holdings(self.pool, publisher)
         self.disk: DiskTier | None = None
         if disk_folder is not None:
-            self.disk = DiskTier(disk_folder, layout, disk_capacity_bytes, self, self.pool.lock)
-        self._max_promoted = settings.max_promoted_blocks or max(1, _PROMOTED_BYTES // layout.block_bytes)
-        self._max_promoted = min(self._max_promoted, max(1, num_blocks // 2))
+            self.disk = DiskTier(
+                disk_folder, layout, disk_capacity_bytes, self.holdings, self.pool.lock, self._for_disk
+            )
+            self.holdings.disk = self.disk
+        self.arrivals = Arrivals()
+        self.intake = Intake(self.residency, self.reader, self.disk, self.arrivals, settings.transfer_timeout_seconds)
+        most = settings.max_promoted_blocks or max(1, _PROMOTED_BYTES // layout.block_bytes)
+        self._max_promoted = min(most, max(1, num_blocks // 2))
+        self._publishing: set[asyncio.Task[None]] = set()
+        self._reading_ahead: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begins to publish."""
-        if self.publisher is not None:
-            self._spawn(self.publisher.run())
+        if self.holdings.publisher is not None:
+            _spawn(self.holdings.publisher.run(), self._publishing)
 
-    # ---- what the index hears: a block is held while it is in memory or on disk
+    def idle_since(self) -> float | None:
+        """Monotonic time of the last use; None while somebody uses it, -inf when nobody ever did."""
+        if self.leases.counts().num_leases or len(self.arrivals):
+            return None
+        return self.last_used if self.used else -float("inf")
 
-    def held(self) -> list[BlockHash]:
-        with self.pool.lock:
-            in_memory = self.pool.committed_hashes()
-            if self.disk is None:
-                return in_memory
-            return list({*in_memory, *self.disk.hashes()})
-
-    def _on_stored(self, blocks: list[tuple[BlockHash, int]]) -> None:
-        if self.publisher is not None:
-            self.publisher.on_stored([block for block in blocks if self.disk is None or block[0] not in self.disk])
-
-    def _on_removed(self, hashes: list[BlockHash]) -> None:
-        if self.publisher is not None:
-            self.publisher.on_removed([h for h in hashes if self.disk is None or h not in self.disk])
-
-    def on_disk(self, block_hash: BlockHash) -> None:
-        if self.publisher is not None and self.pool.lookup(block_hash) is None:
-            self.publisher.on_stored([(block_hash, -1)])
-
-    def off_disk(self, block_hash: BlockHash) -> None:
-        if self.publisher is not None and self.pool.lookup(block_hash) is None:
-            self.publisher.on_removed([block_hash])
-
-    # ---- leases
+    async def take(self, endpoint: Endpoint, lease_id: str, handles: Sequence[Handle], tenant: str) -> Taken:
+        """Takes in what is worth having of a worker's offer."""
+        self._use()
+        return await self.intake.take(endpoint, lease_id, handles, tenant)
 
     async def lease(
         self, hashes: Sequence[BlockHash], reader_node_id: str, reader_incarnation: str
@@ -175,15 +149,22 @@ class Region:
         try:
             with self.pool.lock:
                 found = self.pool.lease_chain(hashes)
-                if found:
-                    self.residency.touch([block_id for block_id, _ in found])
+                self.residency.touch([block_id for block_id, _ in found])
         finally:
             self.pool.release(fetched)
         self.counts.num_lease_hits += len(found)
+        if len(found) < len(hashes) and self.disk is not None and hashes[len(found)] in self.disk:
+            # More than one lease may wait for; whoever comes next with this prefix finds the rest.
+            _spawn(self._read_ahead(hashes[len(found) :]), self._reading_ahead)
         if not found:
             return None, []
         blocks = [block_id for block_id, _ in found]
         return self.leases.open(reader_node_id, reader_incarnation, blocks, adopt=True), found
+
+    async def _read_ahead(self, hashes: Sequence[BlockHash]) -> None:
+        fetched = await self._bring_in(hashes)
+        self.counts.num_read_ahead += len(fetched)
+        self.pool.release(fetched)
 
     async def _bring_in(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Fetches what the leading part of a chain lacks in memory, a bounded number of blocks.
@@ -197,7 +178,7 @@ class Region:
             for block_hash in hashes:
                 if self.pool.lookup(block_hash) is not None:
                     continue
-                if (on_its_way := self._arriving.get(block_hash)) is not None:
+                if (on_its_way := self.arrivals.get(block_hash)) is not None:
                     arriving.append(on_its_way)
                 elif self.disk is not None and block_hash in self.disk and len(missing) < self._max_promoted:
                     missing.append(block_hash)
@@ -219,7 +200,7 @@ class Region:
                 if isinstance(place, Refusal):
                     break
                 places.append((place, block_hash))
-                self._arriving[block_hash] = asyncio.get_running_loop().create_future()
+                self.arrivals.expect(block_hash)
         # Shielded: the blocks must be settled whatever becomes of the call that wanted them.
         return await asyncio.shield(asyncio.ensure_future(self._fill(disk, places)))
 
@@ -236,103 +217,27 @@ class Region:
             self.residency.settle(
                 [(place, h if good is True else None) for (place, h), good in zip(places, outcomes, strict=True)]
             )
-        self._arrived(block_hash for _, block_hash in places)
+        self.arrivals.settle(block_hash for _, block_hash in places)
         self.counts.num_promoted += len(arrived)
         return arrived
 
-    # ---- offers
-
-    async def take(self, endpoint: Endpoint, lease_id: str, handles: Sequence[Handle], tenant: str) -> Taken:
-        """Reads from a worker what is worth having of what it offers. Ends even when the offering call does not."""
-        self._use()
-        requests: list[ReadRequest] = []
-        places: list[tuple[int, BlockHash]] = []
-        num_known = 0
-        with self.pool.lock:
-            for handle in handles:
-                block_hash = BlockHash(handle.block_hash)
-                if len(block_hash) != HASH_BYTES:
-                    continue
-                self.residency.note([block_hash])
-                block_id = self.pool.lookup(block_hash)
-                if block_id is not None or block_hash in self._arriving:
-                    num_known += 1
-                    if block_id is not None:
-                        self.residency.touch([block_id])
-                    continue
-                place = self.residency.place(block_hash, tenant)
-                if isinstance(place, Refusal):
-                    continue
-                requests.append(ReadRequest(len(places), handle.block_id, handle.generation, place))
-                places.append((place, block_hash))
-                self._arriving[block_hash] = asyncio.get_running_loop().create_future()
-        num_stored = 0
-        if places:
-            # Shielded: the blocks stay reserved until no byte can land in them any more.
-            read = self._read(endpoint, lease_id, requests, places, tenant)
-            num_stored = await asyncio.shield(asyncio.ensure_future(read))
-        self.counts.num_known += num_known
-        return Taken(num_stored, num_known, len(handles) - num_known - num_stored)
-
-    async def _read(
-        self,
-        endpoint: Endpoint,
-        lease_id: str,
-        requests: Sequence[ReadRequest],
-        places: Sequence[tuple[int, BlockHash]],
-        tenant: str,
-    ) -> int:
-        result = await asyncio.wrap_future(
-            self.reader.read(endpoint, lease_id, requests, self._settings.transfer_timeout_seconds)
-        )
-        verified = set(result.verified)
-        with self.pool.lock:
-            self._write_to_disk([places[index] for index in sorted(verified)], tenant)
-            self.residency.settle(
-                [(place, h if index in verified else None) for index, (place, h) in enumerate(places)]
-            )
-        self._arrived(block_hash for _, block_hash in places)
-        self.counts.num_stored += len(verified)
-        self.counts.num_unverified += len(places) - len(verified)
-        self.counts.num_bytes_taken += result.num_bytes
-        log.debug(
-            "offer_read",
-            worker=endpoint.node_id,
-            num_blocks=len(verified),
-            seconds=result.seconds,
-            transport=result.transport,
-            error="" if result.error is None else result.error.message,
-        )
-        return len(verified)
-
-    def _write_to_disk(self, blocks: Sequence[tuple[int, BlockHash]], tenant: str) -> None:
-        """Has the blocks of one chain written, as many from its start on as there is room for in the queue.
-
-        The last one first: each counts as used when it is written, and a prefix shall outlive what follows it.
-        """
-        if self.disk is None:
-            return
-        for block_id, block_hash in reversed(blocks[: self.disk.reserve(len(blocks))]):
-            self.pool.acquire([block_id])
-            done = functools.partial(self.pool.release, [block_id])
-            self.disk.put(block_hash, tenant, self.memory.block(block_id), done)
-
-    # ---- odds and ends
-
-    def sweep(self) -> None:
-        """Ends expired leases; about once a second."""
-        self.leases.sweep()
-
     async def close(self, disk_timeout_seconds: float) -> None:
         """Takes the region out of the index, ends reads and threads, gives the memory back."""
-        if self.publisher is not None:
-            await self.publisher.close()
-        await cancel(self._tasks)
+        if self.holdings.publisher is not None:
+            await self.holdings.publisher.close()
+        await cancel(self._publishing)
         await asyncio.to_thread(self._close_threads, disk_timeout_seconds)
-        while self._arriving:
-            await asyncio.wait(list(self._arriving.values()))
+        await self.arrivals.wait()
+        await cancel(self._reading_ahead)
         self.memory.close()
         self._generations.close()
+
+    def _for_disk(self, block_hash: BlockHash) -> tuple[memoryview, Callable[[], None]] | None:
+        block_id = self.pool.lookup(block_hash)
+        if block_id is None:
+            return None
+        self.pool.acquire([block_id])
+        return self.memory.block(block_id), functools.partial(self.pool.release, [block_id])
 
     def _close_threads(self, disk_timeout_seconds: float) -> None:
         self.reader.close()
@@ -340,20 +245,15 @@ class Region:
         if self.disk is not None:
             self.disk.close(disk_timeout_seconds)
 
-    def _arrived(self, hashes: Iterable[BlockHash]) -> None:
-        for block_hash in hashes:
-            future = self._arriving.pop(block_hash)
-            if not future.done():
-                future.set_result(None)
-
     def _use(self) -> None:
         self.used = True
         self.last_used = time.monotonic()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+def _spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 async def cancel(tasks: set[asyncio.Task[None]]) -> None:

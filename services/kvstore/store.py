@@ -104,7 +104,7 @@ class BlockStore:
         """Everything that is counted, by name, over all regions."""
         totals: dict[str, int] = {"num_namespaces": len(self._regions)}
         for region in self.regions:
-            parts = [asdict(region.counts), asdict(region.residency.counts)]
+            parts = [asdict(region.counts), asdict(region.intake.counts), asdict(region.residency.counts)]
             parts.append({"num_tenants": region.residency.num_tenants})
             served = region.server.stats()
             parts.append({"num_blocks_sent": served.num_blocks_sent, "num_bytes_sent": served.num_bytes_sent})
@@ -112,8 +112,8 @@ class BlockStore:
                 counts = asdict(region.disk.counts)
                 parts.append({f"disk_{name.removeprefix('num_')}": value for name, value in counts.items()})
                 parts.append({"disk_blocks": len(region.disk)})
-            if region.publisher is not None:
-                counts = asdict(region.publisher.stats)
+            if region.holdings.publisher is not None:
+                counts = asdict(region.holdings.publisher.stats)
                 parts.append({f"index_{name.removeprefix('num_')}": value for name, value in counts.items()})
             for part in parts:
                 for name, value in part.items():
@@ -152,11 +152,9 @@ class BlockStore:
 
     async def _make_room(self, layout: KVLayout) -> None:
         """Closes a region that came from disk and was never asked for, or that has been idle for long."""
-        now = time.monotonic()
+        limit = time.monotonic() - _IDLE_SECONDS
         idle = [
-            region
-            for region in self.regions
-            if not region.leases.counts().num_leases and (not region.used or now - region.last_used > _IDLE_SECONDS)
+            (since, region) for region in self.regions if (since := region.idle_since()) is not None and since < limit
         ]
         if not idle:
             (held, *_) = self.regions
@@ -164,7 +162,7 @@ class BlockStore:
                 f"{self._identity.node_id} holds another kind of blocks already ({held.layout.difference(layout)}): "
                 "start it with a higher --max-namespaces"
             )
-        region = min(idle, key=lambda region: region.last_used)
+        _, region = min(idle, key=lambda entry: entry[0])
         del self._regions[region.layout.namespace]
         log.info("namespace_closed", namespace=region.layout.namespace.hex()[:16], used=region.used)
         await region.close(disk_timeout_seconds=0.0)

@@ -51,17 +51,23 @@ class Tier:
     def __init__(self, folder: Path, num_blocks: int = 100) -> None:
         self.listener = Listener()
         self.lock = threading.RLock()
-        self.num_done = 0
-        self.tier = DiskTier(folder, layout(), num_blocks * (HEADER_BYTES + BLOCK_BYTES), self.listener, self.lock)
+        self.num_borrowed = 0
+        # Evicted from memory before their turn.
+        self.gone: set[bytes] = set()
+        capacity = num_blocks * (HEADER_BYTES + BLOCK_BYTES)
+        self.tier = DiskTier(folder, layout(), capacity, self.listener, self.lock, self._source)
 
     def put(self, *hashes: BlockHash, tenant: str = "") -> None:
-        for block_hash in hashes:
-            with self.lock:
-                assert self.tier.reserve(1)
-                self.tier.put(block_hash, tenant, memoryview(content(block_hash)), self._done)
+        self.tier.want(hashes, tenant)
 
-    def _done(self) -> None:
-        self.num_done += 1
+    def _source(self, block_hash: BlockHash) -> tuple[memoryview, Callable[[], None]] | None:
+        if block_hash in self.gone:
+            return None
+        self.num_borrowed += 1
+        return memoryview(content(block_hash)), self._give_back
+
+    def _give_back(self) -> None:
+        self.num_borrowed -= 1
 
     def read(self, block_hash: BlockHash) -> bool:
         into = memoryview(bytearray(BLOCK_BYTES))
@@ -73,6 +79,7 @@ class Tier:
         assert self.tier.wait_idle(10)
         with self.lock:
             assert set(self.tier.hashes()) == self.listener.held
+            assert self.num_borrowed == 0
         return self.listener.held
 
     def close(self) -> None:
@@ -125,11 +132,11 @@ def test_writes_reads_and_survives(tmp_path: Path) -> None:
     tier = Tier(tmp_path)
     tier.put(h(1), h(2), tenant="t" * 64)
     assert tier.settled() == {h(1), h(2)}
-    assert tier.num_done == 2
     assert tier.read(h(1)) and not tier.read(h(3))
     assert tier.tier.tenant_of(h(1)) == "t" * 64
     tier.put(h(1))
-    assert tier.num_done == 3
+    tier.settled()
+    assert tier.tier.counts.num_written == 2
     tier.close()
     again = Tier(tmp_path)
     assert again.settled() == {h(1), h(2)}
@@ -147,7 +154,8 @@ def test_size_is_bounded_last_used_stays_across_lives(tmp_path: Path) -> None:
         os.utime(path, (1000 + number, 1000 + number))
     assert tier.read(h(0))
     tier.put(h(10))
-    assert tier.settled() == {h(0), h(2), h(3), h(10)}
+    # Of a chain the last block counts as the oldest.
+    assert tier.settled() == {h(0), h(1), h(2), h(10)}
     assert len(list(tmp_path.glob("??/*"))) == 4
     tier.close()
     smaller = Tier(tmp_path, num_blocks=2)
@@ -202,7 +210,6 @@ def test_a_disk_that_refuses_is_counted_and_lets_go(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(disk_module, "write_block", full)
     tier.put(h(1), h(2))
     assert tier.settled() == set()
-    assert tier.num_done == 2
     assert tier.tier.counts.num_failed == 2
     monkeypatch.undo()
     tier.put(h(3))
@@ -210,15 +217,17 @@ def test_a_disk_that_refuses_is_counted_and_lets_go(tmp_path: Path, monkeypatch:
     tier.close()
 
 
-def test_too_much_waiting_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_module, "_MAX_QUEUED_BLOCKS", 3)
+def test_blocks_gone_before_their_turn_and_blocks_too_many_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_module, "_MAX_WANTED", 3)
     tier = Tier(tmp_path)
+    tier.gone = {h(1)}
     with tier.lock:
-        # Under the lock the writer takes nothing.
-        tier.put(h(1), h(2))
-        assert tier.tier.reserve(5) == 1
-    assert tier.tier.counts.num_skipped == 4
-    tier.settled()
+        # Under the lock the writer takes nothing. Of too long a chain the beginning is taken.
+        tier.put(*(h(n) for n in range(5)))
+    assert tier.settled() == {h(0), h(2)}
+    assert tier.tier.counts.num_skipped == 3
     tier.close()
 
 
@@ -261,17 +270,21 @@ async def test_evicted_from_memory_found_on_disk(
     store = await start_store("--capacity", "1MiB", "--disk-path", str(tmp_path))
     worker = make_worker()
     first, second = chain("a", 16), chain("b", 16)
-    assert await worker.offer(store, first) == (16, 0, 0)
-    disk = store.process.store.regions[0].disk
-    assert disk is not None
-    await eventually(lambda: len(disk) == 16)
-    assert await worker.offer(store, second) == (16, 0, 0)
+    for count, hashes in ((16, first), (32, second)):
+        assert await worker.offer(store, hashes) == (16, 0, 0)
+        disk = store.process.store.regions[0].disk
+        await eventually(lambda: len(disk) == count)  # noqa: B023
+    await eventually(lambda: disk.wait_idle(0.01))
     reader = make_worker("reader")
     # Eight blocks at most come back for one lease: half of the memory.
     assert await reader.fetch(store, first) == 8
+    # The rest follows by itself.
+    region = store.process.store.regions[0]
+    await eventually(lambda: region.counts.num_read_ahead == 8)
     counters = await store.counters()
-    assert counters["num_promoted"] == 8 and counters["disk_read"] == 8
+    assert counters["num_promoted"] == counters["disk_read"] == 16
     assert await reader.fetch(store, first) == 16
+    assert (await store.counters())["num_promoted"] == 16
 
 
 async def test_index_names_what_is_in_memory_or_on_disk(
@@ -291,8 +304,8 @@ async def test_index_names_what_is_in_memory_or_on_disk(
         region = store.process.store.regions[0]
         await eventually(lambda: region.disk.wait_idle(0.01))  # noqa: B023
     universe = [block_hash for name in "abcd" for block_hash in chain(name, 10)]
-    await eventually(lambda: {h for h in universe if view.holders_of(h)} == set(region.held()))
-    assert len(region.held()) == 30
+    await eventually(lambda: {h for h in universe if view.holders_of(h)} == set(region.holdings.hashes()))
+    assert len(region.holdings.hashes()) == 30
     await store.stop()
     await eventually(lambda: view.holders() == {})
     (damaged, *_) = block_files(tmp_path)

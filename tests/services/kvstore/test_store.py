@@ -187,7 +187,7 @@ async def test_a_caller_that_goes_away_costs_nothing(start_store: StartStore, ma
     region = store.process.store.regions[0]
     await eventually(lambda: region.pool.num_used == 0)
     region.residency.check_integrity()
-    assert region._arriving == {}
+    assert len(region.arrivals) == 0
 
 
 async def test_publishes_and_registers(
