@@ -11,6 +11,8 @@ from typing import Protocol
 
 from biphase.cache.memory import BlockMemory
 from biphase.errors import BiphaseError
+from biphase.transfer.endpoint import Endpoint
+from biphase.transfer.handshake import Hello
 from biphase.transfer.layout import KVLayout
 
 
@@ -88,6 +90,17 @@ class ReaderContext:
     transports: tuple[str, ...]
     # False: a read fails rather than go over another transport than the first.
     allow_fallback: bool
+
+    def hello(self, endpoint: Endpoint, transport: str) -> Hello:
+        """What the reader says first to a holder."""
+        return Hello(
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            holder_node_id=endpoint.node_id,
+            holder_incarnation=endpoint.incarnation,
+            layout=self.layout,
+            transport=transport,
+        )
 
 
 class Channel(Protocol):

@@ -33,7 +33,7 @@ import xxhash
 from biphase.errors import TransferFailedError
 
 VERSION = 1
-MAX_HELLO_BYTES = 16 * 1024
+MAX_HELLO_BYTES = 64 * 1024
 MAX_READ_BLOCKS = 4096
 MAX_READ_BYTES = 80 * 1024
 MAX_BATCH_BLOCKS = 256
@@ -41,9 +41,9 @@ MAX_BATCH_BLOCKS = 256
 _MAGIC = b"BPKV"
 _HEADER = struct.Struct("<4sHHI")
 _READ_HEAD = struct.Struct("<HI")
-_WORD_BYTES = 8
+WORD_BYTES = 8
 HEADER_BYTES = _HEADER.size
-TRAILER_BYTES = 2 * _WORD_BYTES
+TRAILER_BYTES = 2 * WORD_BYTES
 
 
 class FrameError(TransferFailedError):
@@ -56,6 +56,10 @@ class Kind(IntEnum):
     REFUSE = 3
     READ = 4
     DATA = 5
+    # These are the nixl transport's, see there.
+    PIN = 6
+    DONE = 7
+    AGENT = 8
 
 
 class Status(IntEnum):
@@ -121,11 +125,11 @@ def count_field(body: dict[str, Any], name: str, minimum: int, maximum: int) -> 
     return value
 
 
-def pack_read(lease_id: str, block_ids: Sequence[int], generations: Sequence[int]) -> bytes:
-    """A READ frame; at most MAX_READ_BLOCKS blocks."""
+def pack_read(lease_id: str, block_ids: Sequence[int], generations: Sequence[int], kind: Kind = Kind.READ) -> bytes:
+    """A READ (or PIN) frame; at most MAX_READ_BLOCKS blocks."""
     lease = lease_id.encode()
     body = _READ_HEAD.pack(len(lease), len(block_ids)) + lease + _pack_words(block_ids) + _pack_words(generations)
-    return pack_header(Kind.READ, len(body)) + body
+    return pack_header(kind, len(body)) + body
 
 
 def unpack_read(body: bytes) -> tuple[str, list[int], list[int]]:
@@ -138,7 +142,7 @@ def unpack_read(body: bytes) -> tuple[str, list[int], list[int]]:
         raise FrameError("a READ frame without a head")
     lease_bytes, num_blocks = _READ_HEAD.unpack_from(body)
     start = _READ_HEAD.size + lease_bytes
-    if not 1 <= num_blocks <= MAX_READ_BLOCKS or len(body) != start + num_blocks * 2 * _WORD_BYTES:
+    if not 1 <= num_blocks <= MAX_READ_BLOCKS or len(body) != start + num_blocks * 2 * WORD_BYTES:
         raise FrameError(f"a READ frame of {len(body)} bytes that claims {num_blocks} blocks")
     try:
         lease_id = body[_READ_HEAD.size : start].decode()
@@ -156,10 +160,10 @@ def pack_trailer(checksums: Sequence[int], generations: Sequence[int]) -> bytes:
     return _pack_words(checksums) + _pack_words(generations)
 
 
-def unpack_trailer(raw: bytes) -> tuple[list[int], list[int]]:
+def unpack_trailer(raw: bytes, num_checksums: int) -> tuple[list[int], list[int]]:
     """Checksums and generations."""
     words = _unpack_words(raw)
-    return words[: len(words) // 2], words[len(words) // 2 :]
+    return words[:num_checksums], words[num_checksums:]
 
 
 def checksums(payloads: Sequence[memoryview], block_ids: Sequence[int]) -> list[int]:

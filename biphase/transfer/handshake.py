@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
+from collections.abc import Container
 from dataclasses import dataclass
 
 from biphase.errors import BiphaseError, LayoutMismatchError, StaleHandleError, TransferFailedError
@@ -36,6 +37,8 @@ class Hello:
     holder_node_id: str
     holder_incarnation: str
     layout: KVLayout
+    # How the blocks are to be moved: "tcp", "shm" or "nixl".
+    transport: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ def introduce(sock: DeadlineSocket, endpoint: Endpoint, hello: Hello, deadline: 
         "holder_node_id": hello.holder_node_id,
         "holder_incarnation": hello.holder_incarnation,
         "layout": hello.layout.to_json(),
+        "transport": hello.transport,
     }
     sock.send_bytes(frames.pack_json(Kind.HELLO, said), deadline)
     kind, raw = sock.recv_frame(deadline, frames.MAX_HELLO_BYTES)
@@ -107,8 +111,11 @@ def send_pattern(sock: DeadlineSocket, deadline: float) -> None:
     sock.send([test_pattern()] * NUM_PATTERNS, NUM_PATTERNS * PATTERN_BYTES, deadline)
 
 
-def answer(sock: DeadlineSocket, me: Endpoint, welcome: Welcome, deadline: float) -> Hello:
+def answer(sock: DeadlineSocket, me: Endpoint, welcome: Welcome, transports: Container[str], deadline: float) -> Hello:
     """The holder's side. Sends WELCOME or REFUSE.
+
+    Args:
+        transports: that can be had over this connection.
 
     Raises:
         LayoutMismatchError, StaleHandleError: refused, and the reader was told why.
@@ -125,6 +132,8 @@ def answer(sock: DeadlineSocket, me: Endpoint, welcome: Welcome, deadline: float
                 f"{hello.holder_incarnation}: the handles are void"
             )
         me.layout.require_same(hello.layout)
+        if hello.transport not in transports:
+            raise TransferFailedError(f"{me.node_id} does not offer {hello.transport} here")
     except BiphaseError as error:
         refusal = {"code": error.code.value, "message": error.message}
         sock.send_bytes(frames.pack_json(Kind.REFUSE, refusal), deadline)
@@ -153,4 +162,5 @@ def _parse_hello(body: dict[str, object]) -> Hello:
         holder_node_id=frames.text_field(body, "holder_node_id"),
         holder_incarnation=frames.text_field(body, "holder_incarnation"),
         layout=parsed,
+        transport=frames.text_field(body, "transport"),
     )

@@ -10,12 +10,15 @@ from biphase.errors import ConfigError, TransferFailedError
 from biphase.telemetry.events import event_logger
 from biphase.transfer.channels import Channel, ReaderContext, Tick
 from biphase.transfer.endpoint import Endpoint, host_id
+from biphase.transfer.nixl import NixlChannel, load_nixl
 from biphase.transfer.shm import ShmChannel
 from biphase.transfer.tcp import TcpChannel
 
 log = event_logger(__name__)
 
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "tcp", "nixl")
+# Why shared memory is no option between most nodes of a cluster: nothing to warn of.
+_FAR = "another host or network namespace"
 
 
 def check_transports(transports: tuple[str, ...]) -> None:
@@ -38,7 +41,9 @@ def open_channel(endpoint: Endpoint, context: ReaderContext, deadline: float, on
     passed_over: list[str] = []
     for name in context.transports:
         reason = _obstacle(name, endpoint)
-        if reason is None:
+        if reason is not None and reason != _FAR:
+            log.warning("transport_unavailable", peer=endpoint.node_id, transport=name, reason=reason)
+        elif reason is None:
             try:
                 channel = _connect(name, endpoint, context, deadline, on_tick)
             except TransferFailedError as error:
@@ -64,11 +69,18 @@ def _obstacle(name: str, endpoint: Endpoint) -> str | None:
     if name not in endpoint.transports:
         return "not offered"
     if name == "shm" and (not endpoint.host_id or endpoint.host_id != host_id()):
-        return "another host or network namespace"
+        return _FAR
+    if name == "nixl":
+        try:
+            load_nixl()
+        except ConfigError as error:
+            return error.message
     return None
 
 
 def _connect(name: str, endpoint: Endpoint, context: ReaderContext, deadline: float, on_tick: Tick) -> Channel:
     if name == "shm":
         return ShmChannel.connect(endpoint, context, deadline, on_tick)
+    if name == "nixl":
+        return NixlChannel.connect(endpoint, context, deadline, on_tick)
     return TcpChannel.connect(endpoint, context, deadline, on_tick)

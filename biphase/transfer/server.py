@@ -22,6 +22,7 @@ from biphase.transfer.endpoint import Endpoint, host_id
 from biphase.transfer.handshake import Welcome, answer, send_pattern
 from biphase.transfer.layout import KVLayout
 from biphase.transfer.leases import HolderPool, LeaseTable
+from biphase.transfer.nixl import NixlHost
 from biphase.transfer.selection import check_transports
 from biphase.transfer.shm import ShmHost
 from biphase.transfer.sockets import DeadlineSocket, peer_uid
@@ -54,7 +55,7 @@ class BlockServer:
         transports: which may be offered, best first.
 
     Raises:
-        ConfigError: an unknown transport, or the address cannot be listened on.
+        ConfigError: an unknown transport, one that does not work here, or an address that cannot be listened on.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class BlockServer:
         self._sender = BlockSender(memory, pool, leases, self._count)
         self._welcome = Welcome(memory.num_blocks, self._sender.batch_blocks)
         self._shm: ShmHost | None = None
+        self._nixl: NixlHost | None = None
         offered: dict[str, str] = {}
+        address = ""
         try:
             if "shm" in transports and generations is not None and host_id():
                 assert pool.generations is generations.table, "the pool counts generations somewhere else"
@@ -91,19 +94,22 @@ class BlockServer:
                 # The same node and incarnation may serve several namespaces.
                 offered["shm"] = f"biphase-{node_id[:40]}-{uuid.uuid4().hex}"
                 self._listen(socket.AF_UNIX, "\0" + offered["shm"], self._serve_shm)
-            if "tcp" in transports:
+            if "nixl" in transports:
+                self._nixl = NixlHost(memory, pool, leases, f"{node_id}/{incarnation}")
+            if "tcp" in transports or "nixl" in transports:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 bound = self._listen(family, (host, port), self._serve_tcp)
                 name = advertise_host or host
-                offered["tcp"] = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
+                address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
+                offered.update({name: address for name in ("tcp", "nixl") if name in transports})
         except BaseException:
+            self._close_hosts()
             for listener, _ in self._listeners:
                 listener.close()
             raise
+        self._over_tcp = tuple(name for name in ("tcp", "nixl") if name in offered)
         ordered = tuple(name for name in transports if name in offered)
-        self.endpoint = Endpoint(
-            node_id, incarnation, offered.get("tcp", ""), ordered, layout, offered.get("shm", ""), host_id()
-        )
+        self.endpoint = Endpoint(node_id, incarnation, address, ordered, layout, offered.get("shm", ""), host_id())
         for _, thread in self._listeners:
             thread.start()
 
@@ -126,8 +132,12 @@ class BlockServer:
             listener.close()
         for _, thread in connections:
             thread.join()
-        if self._shm is not None:
-            self._shm.close()
+        self._close_hosts()
+
+    def _close_hosts(self) -> None:
+        for host in (self._shm, self._nixl):
+            if host is not None:
+                host.close()
 
     def _listen(self, family: int, address: object, serve: Callable[[DeadlineSocket, str], None]) -> int:
         """Returns the port, of tcp."""
@@ -190,10 +200,14 @@ class BlockServer:
 
     def _serve_tcp(self, connection: DeadlineSocket, name: str) -> None:
         deadline = time.monotonic() + _HANDSHAKE_SECONDS
-        hello = answer(connection, self.endpoint, self._welcome, deadline)
-        send_pattern(connection, deadline)
-        log.debug("reader_connected", peer=hello.node_id, transport="tcp", address=name)
-        self._sender.serve(connection)
+        hello = answer(connection, self.endpoint, self._welcome, self._over_tcp, deadline)
+        log.debug("reader_connected", peer=hello.node_id, transport=hello.transport, address=name)
+        if hello.transport == "nixl":
+            assert self._nixl is not None
+            self._nixl.serve(connection)
+        else:
+            send_pattern(connection, deadline)
+            self._sender.serve(connection)
 
     def _serve_shm(self, connection: DeadlineSocket, name: str) -> None:
         assert self._shm is not None
@@ -201,7 +215,7 @@ class BlockServer:
         if uid != os.getuid():
             log.warning("connection_refused", peer=f"uid {uid}", transport="shm")
             return
-        hello = answer(connection, self.endpoint, self._welcome, time.monotonic() + _HANDSHAKE_SECONDS)
+        hello = answer(connection, self.endpoint, self._welcome, ("shm",), time.monotonic() + _HANDSHAKE_SECONDS)
         self._shm.send_descriptors(connection)
         log.debug("reader_connected", peer=hello.node_id, transport="shm")
         # Nothing more is said: the connection stands for "alive" on both sides.

@@ -21,7 +21,7 @@ from biphase.cache.memory import BlockMemory, SharedGenerations, SharedRegion
 from biphase.errors import TransferFailedError
 from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, Tick
 from biphase.transfer.endpoint import Endpoint
-from biphase.transfer.handshake import NUM_PATTERNS, PATTERN_BYTES, Hello, introduce, test_pattern
+from biphase.transfer.handshake import NUM_PATTERNS, PATTERN_BYTES, introduce, test_pattern
 from biphase.transfer.sockets import DeadlineSocket, connect_abstract, peer_uid
 
 # From this size on a copy is worth a call that lets other Python threads run meanwhile.
@@ -91,8 +91,7 @@ class ShmChannel:
             uid = peer_uid(sock.raw)
             if uid != os.getuid():
                 raise TransferFailedError(f"{endpoint.node_id}'s shared memory socket belongs to uid {uid}")
-            hello = Hello(context.node_id, context.incarnation, endpoint.node_id, endpoint.incarnation, context.layout)
-            welcome = introduce(sock, endpoint, hello, deadline)
+            welcome = introduce(sock, endpoint, context.hello(endpoint, "shm"), deadline)
             fds = _receive_descriptors(sock, deadline)
             sizes = (welcome.num_blocks * context.layout.block_bytes, welcome.num_blocks * 8, PATTERN_BYTES)
             try:

@@ -16,7 +16,7 @@ from biphase.transfer import frames
 from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, Tick
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind, Status
-from biphase.transfer.handshake import Hello, Welcome, introduce, measure_pattern
+from biphase.transfer.handshake import Welcome, introduce, measure_pattern
 from biphase.transfer.leases import HolderPool, LeaseTable
 from biphase.transfer.sockets import DeadlineSocket, connect_tcp
 
@@ -53,8 +53,7 @@ class TcpChannel:
         """
         sock = connect_tcp(endpoint.tcp_address, endpoint.node_id, deadline, on_tick)
         try:
-            hello = Hello(context.node_id, context.incarnation, endpoint.node_id, endpoint.incarnation, context.layout)
-            welcome = introduce(sock, endpoint, hello, deadline)
+            welcome = introduce(sock, endpoint, context.hello(endpoint, "tcp"), deadline)
             return cls(sock, context, welcome, measure_pattern(sock, deadline))
         except BaseException:
             sock.close()
@@ -104,7 +103,7 @@ class TcpChannel:
     def _check(
         self, blocks: Sequence[ReadRequest], payloads: list[memoryview], trailer: bytes, progress: ReadProgress
     ) -> None:
-        checksums, generations = frames.unpack_trailer(trailer)
+        checksums, generations = frames.unpack_trailer(trailer, len(blocks))
         computed = frames.checksums(payloads, [block.block_id for block in blocks])
         if computed == checksums and generations == [block.generation for block in blocks]:
             progress.verified.extend([block.index for block in blocks])

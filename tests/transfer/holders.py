@@ -84,10 +84,16 @@ class HolderProcess:
     """A Holder in a child process, to be stopped and killed."""
 
     def __init__(
-        self, num_blocks: int = 16, block_bytes: int = 4096, incarnation: str = "life-1", port: int = 0
+        self,
+        num_blocks: int = 16,
+        block_bytes: int = 4096,
+        incarnation: str = "life-1",
+        port: int = 0,
+        transports: str = "shm,tcp",
     ) -> None:
+        arguments = [str(num_blocks), str(block_bytes), incarnation, str(port), transports]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transfer.holders", str(num_blocks), str(block_bytes), incarnation, str(port)],
+            [sys.executable, "-m", "tests.transfer.holders", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -175,8 +181,8 @@ def endpoint_from_json(record: dict[str, object]) -> Endpoint:
 
 
 def _main() -> None:
-    num_blocks, block_bytes, incarnation, port = sys.argv[1:]
-    holder = Holder(int(num_blocks), int(block_bytes), incarnation, int(port))
+    num_blocks, block_bytes, incarnation, port, transports = sys.argv[1:]
+    holder = Holder(int(num_blocks), int(block_bytes), incarnation, int(port), transports.split(","))
     print(
         json.dumps({"endpoint": endpoint_to_json(holder.endpoint), "lease_id": holder.lease_id, "pid": os.getpid()}),
         flush=True,
