@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -67,6 +67,8 @@ class Engine:
         after_step: called in the engine's thread whenever events have gone out: before a step that reservations or
             announcements precede, and after each step. The place to hop to another thread once for all of them.
         clock: monotonic seconds.
+        blocks_arrived: called in the engine's thread with the blocks that were read from another node, before anybody
+            may use them.
     """
 
     def __init__(
@@ -77,13 +79,14 @@ class Engine:
         *,
         after_step: Callable[[], None] = _nothing,
         clock: Callable[[], float] = time.monotonic,
+        blocks_arrived: Callable[[Sequence[int]], None] = lambda block_ids: None,
     ) -> None:
         self.config = config
         self.manager = manager
         self._runner = runner
         self._after_step = after_step
         self._clock = clock
-        self._scheduler = Scheduler(manager, config, self._emit, clock)
+        self._scheduler = Scheduler(manager, config, self._emit, clock, blocks_arrived)
         self._meter = StepMeter()
         self._wake = threading.Condition(threading.Lock())
         self._inbox: deque[Callable[[], None]] = deque()

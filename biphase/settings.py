@@ -128,7 +128,8 @@ ENGINE_FLAGS = (
     Flag("enable-prefix-caching", boolean, True, "keep and reuse KV blocks of equal prefixes"),
     Flag("num-threads", non_negative, 0, "CPU threads that compute; 0: all cores this process may use"),
     Flag("nice", non_negative, 0, "scheduling niceness added to the compute threads (0 to 19)"),
-    Flag("native-kernels", boolean, True, "use the compiled CPU kernels; false runs plain torch"),
+    Flag("native-kernels", boolean, True, "use the compiled kernels; false runs plain torch"),
+    Flag("enforce-eager", boolean, False, "GPU: launch the kernels of decode steps one by one, without CUDA graphs"),
     Flag("lease-seconds", positive_seconds, 10.0, "a block lease ends this long after its last renewal"),
     Flag("max-waiting", positive, 1024, "requests waiting for a place at most; more are refused"),
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import merge
 
 from biphase.cache.manager import KVCacheManager
@@ -41,6 +41,7 @@ class Scheduler:
     Args:
         emit: gets a request's events as they happen, while the request still holds its blocks.
         clock: monotonic seconds.
+        blocks_arrived: gets the blocks that were read from another node, before anybody may use them.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class Scheduler:
         config: SchedulerConfig,
         emit: Callable[[Request, EngineEvent], None],
         clock: Callable[[], float] = time.monotonic,
+        blocks_arrived: Callable[[Sequence[int]], None] = lambda block_ids: None,
     ) -> None:
         self.config = config
         self._manager = manager
+        self._blocks_arrived = blocks_arrived
         self._reporter = Reporter(manager, emit, clock)
         self._clock = clock
         self._block_size = manager.block_size
@@ -95,7 +98,11 @@ class Scheduler:
         # Without its logits known, the last token is run here whatever came.
         limit = num_tokens if first_token is not None else num_tokens - 1
         # What its own cache had is valid too, and shared: it must never be written again.
-        request.num_computed_tokens = max(request.num_computed_tokens, min(num_valid_tokens, limit))
+        num_own_tokens = request.num_computed_tokens
+        request.num_computed_tokens = max(num_own_tokens, min(num_valid_tokens, limit))
+        if request.num_computed_tokens > num_own_tokens:
+            first, last = num_own_tokens // self._block_size, -(-request.num_computed_tokens // self._block_size)
+            self._blocks_arrived(self._manager.block_ids(request)[first:last])
         request.num_external_tokens = min(num_external_tokens, request.num_computed_tokens - request.num_cached_tokens)
         request.awaits_kv = False
         self.places.move(request, RequestStatus.RUNNING)

@@ -6,14 +6,17 @@ Everything that can refuse a model or a setting happens here, before the process
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from biphase.cache.block_pool import BlockPool
 from biphase.cache.hashing import namespace_digest
 from biphase.cache.manager import KVCacheManager
 from biphase.cache.memory import BlockMemory, SharedGenerations
 from biphase.cache.tensors import kv_block_bytes, kv_tensor
-from biphase.engine import SchedulerConfig
+from biphase.engine import Runner, SchedulerConfig
 from biphase.errors import ConfigError
 from biphase.grammar.library import GrammarLibrary
 from biphase.model.loader import LoadedModel, load_model
@@ -24,7 +27,9 @@ from biphase.telemetry.events import event_logger
 from biphase.tokenizer.loader import load_tokenizer
 from biphase.transfer.layout import KVLayout
 from biphase.worker.capacity import num_kv_blocks
+from biphase.worker.devices import device_memory, resolve_device
 from biphase.worker.settings import WorkerSettings
+from biphase.worker.staging import HostMirror, StagedRunner
 
 log = event_logger(__name__)
 
@@ -34,7 +39,9 @@ _LAYOUT_NAME = "layers,kv,heads,tokens,dims"
 
 @dataclass(frozen=True, slots=True)
 class WorkerCore:
-    runner: ModelRunner
+    runner: Runner
+    # To be called with blocks that were read from other nodes, before a step may use them.
+    blocks_arrived: Callable[[Sequence[int]], None]
     memory: BlockMemory
     generations: SharedGenerations
     pool: BlockPool
@@ -55,10 +62,9 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
         ModelLoadError: the model cannot be used.
         ConfigError: a setting does not fit the model or the machine.
     """
-    if settings.device == "cuda":
-        raise ConfigError("--device cuda: workers on a GPU are not available yet; use cpu")
+    device = resolve_device(settings.device)
     source = resolve_model(settings.model)
-    model = load_model(source, settings.dtype, "cpu")
+    model = load_model(source, settings.dtype, device)
     spec = model.spec
     max_model_len = settings.max_model_len or spec.max_position_embeddings
     if max_model_len > spec.max_position_embeddings:
@@ -66,7 +72,8 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
             f"--max-model-len {max_model_len} is more than the {spec.max_position_embeddings} tokens of the model"
         )
     block_bytes = kv_block_bytes(spec.num_layers, spec.num_kv_heads, settings.block_size, spec.head_dim, model.dtype)
-    num_blocks = num_kv_blocks(settings, block_bytes, max_model_len)
+    free = device_memory(device, spec, settings.max_num_batched_tokens, settings.max_num_seqs, model.dtype.itemsize)
+    num_blocks = num_kv_blocks(settings, block_bytes, max_model_len, free)
     # Touched now: a read that takes page faults on its way in is three times slower.
     memory = BlockMemory(num_blocks, block_bytes, populate=True)
     generations = SharedGenerations(num_blocks)
@@ -75,9 +82,11 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
     manager = KVCacheManager(pool, block_size=settings.block_size, namespace=layout.namespace)
     policy = settings.scheduling_policy or ("shortest_first" if role == "prefill" else "fcfs")
     grammars = GrammarLibrary(lambda: load_tokenizer(source).tokenizer, spec.vocab_size)
-    runner = ModelRunner(
+    host_cache = kv_tensor(memory, spec.num_layers, spec.num_kv_heads, settings.block_size, spec.head_dim, model.dtype)
+    mirror = None if shares_memory(device) else HostMirror(torch.zeros_like(host_cache, device=device), host_cache)
+    runner: Runner = ModelRunner(
         model,
-        kv_tensor(memory, spec.num_layers, spec.num_kv_heads, settings.block_size, spec.head_dim, model.dtype),
+        host_cache if mirror is None else mirror.device_cache,
         block_size=settings.block_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
@@ -85,10 +94,14 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
         num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
         native=settings.native_kernels,
         nice=settings.nice,
+        cuda_graphs=not settings.enforce_eager,
         grammars=grammars,
     )
+    if mirror is not None:
+        runner = StagedRunner(runner, mirror, settings.block_size)
     return WorkerCore(
         runner=runner,
+        blocks_arrived=_nothing if mirror is None else mirror.load,
         memory=memory,
         generations=generations,
         pool=pool,
@@ -112,6 +125,15 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
         ),
         grammars=grammars,
     )
+
+
+def shares_memory(device: torch.device) -> bool:
+    """Whether steps compute in the very memory that peers read and write."""
+    return device.type == "cpu"
+
+
+def _nothing(block_ids: Sequence[int]) -> None:
+    return None
 
 
 def _layout(model: LoadedModel, block_size: int, block_bytes: int) -> KVLayout:

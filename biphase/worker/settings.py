@@ -68,6 +68,7 @@ class WorkerSettings:
     num_threads: int
     nice: int
     native_kernels: bool
+    enforce_eager: bool
     lease_seconds: float
     max_waiting: int
     scheduling_policy: str

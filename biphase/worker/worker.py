@@ -59,7 +59,7 @@ class Worker:
         self.channels = ChannelPool()
         self.leases = LeaseTable(core.pool, settings.lease_seconds)
         self.bridge = EngineBridge(asyncio.get_running_loop())
-        self.engine = Engine(core.runner, core.manager, core.scheduler_config)
+        self.engine = Engine(core.runner, core.manager, core.scheduler_config, blocks_arrived=core.blocks_arrived)
         self._transports = (settings.require_transport,) if settings.require_transport else settings.transports
         self.reader = BlockReader(
             core.memory,
