@@ -131,6 +131,9 @@ class GatewayMetrics:
         self._errors = Counter(
             "biphase:request_errors", "Requests that ended in an error, by its code.", ["code"], registry=self.registry
         )
+        self._rate_limit_skipped = Counter(
+            "biphase:rate_limit_skipped", "Requests let through since Redis could not be asked.", registry=self.registry
+        )
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, list(self._label), registry=self.registry).labels(**self._label)
@@ -140,6 +143,9 @@ class GatewayMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, list(self._label), buckets=buckets, registry=self.registry).labels(**self._label)
+
+    def rate_limit_skipped(self) -> None:
+        self._rate_limit_skipped.inc()
 
     def finished(self, reason: str) -> None:
         self._success.labels(**self._label, finished_reason=reason).inc()

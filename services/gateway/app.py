@@ -11,8 +11,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from biphase import __version__
 from services.gateway import http_errors
 from services.gateway.gateway import Gateway
-from services.gateway.middleware import Authentication, OpenRequests, RequestIds
-from services.gateway.routes import generate, models, operations, tokens
+from services.gateway.middleware import Authentication, OpenRequests, RateLimiting, RequestIds
+from services.gateway.routes import generate, models, operations, responses, tokens
 
 
 def build_app(gateway: Gateway) -> FastAPI:
@@ -37,10 +37,11 @@ def build_app(gateway: Gateway) -> FastAPI:
         redoc_url=None,
     )
     http_errors.install(app)
-    for group in (generate, models, tokens, operations):
+    for group in (generate, responses, models, tokens, operations):
         app.include_router(group.routes(gateway))
     # The last one added stands outermost: every answer, refusals too, gets CORS headers and a request id.
     app.add_middleware(OpenRequests, recorder=gateway.recorder)
+    app.add_middleware(RateLimiting, limits=gateway.rate_limits)
     app.add_middleware(Authentication, keys=gateway.keys)
     app.add_middleware(RequestIds)
     app.add_middleware(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from biphase import __version__
 from biphase.errors import UnavailableError
+from biphase.index.connection import REDIS_FAILURES, connect
 from biphase.index.registry import NodeRecord, new_incarnation
 from biphase.request import NodeId
 from biphase.rpc.client import ChannelPool
@@ -22,9 +24,13 @@ from services.gateway.auth import ApiKeys
 from services.gateway.cluster import Cluster
 from services.gateway.dispatch import Dispatcher
 from services.gateway.domain import Limits
+from services.gateway.key_file import KeyGrant, digest_of
 from services.gateway.model import ServedModel
 from services.gateway.nodes import NodeDirectory
+from services.gateway.rate_limits import RateLimits
 from services.gateway.recorder import Recorder
+from services.gateway.responding import BackgroundResponses
+from services.gateway.response_store import ResponseStore
 from services.gateway.routing.policies import policy_named
 from services.gateway.routing.router import Router
 from services.gateway.routing.speculation import SpeculativeHolders
@@ -36,6 +42,7 @@ log = event_logger(__name__)
 # What was sent is believed to be cached for so long: until the index tells, or without one for a few minutes.
 _EXPECTED_WITH_INDEX_SECONDS = 10.0
 _EXPECTED_ALONE_SECONDS = 300.0
+_REDIS_SECONDS = 0.5
 
 
 class Gateway:
@@ -59,9 +66,26 @@ class Gateway:
         self.settings = settings
         self.incarnation = new_incarnation()
         self.node_id = settings.node_id or f"gateway-{os.getpid()}"
-        self.model = ServedModel(loaded, names, root)
-        self.keys = ApiKeys(settings.api_key, settings.api_key_file)
+        self.model = ServedModel(
+            loaded,
+            names,
+            root,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
+        defaults = KeyGrant(
+            digest_of(""),
+            requests_per_minute=settings.requests_per_minute,
+            tokens_per_minute=settings.tokens_per_minute,
+        )
+        self.keys = ApiKeys(settings.api_key, settings.api_key_file, defaults=defaults)
         self.metrics = GatewayMetrics(CollectorRegistry(), names[0])
+        # Requests wait for these answers, unlike for the registry's.
+        redis = connect(settings.redis_url, timeout_seconds=_REDIS_SECONDS) if settings.redis_url else None
+        self._redis = redis
+        self.rate_limits = RateLimits(redis, settings.cluster, on_failure=self.metrics.rate_limit_skipped)
+        self.responses = ResponseStore(redis, settings.cluster, seconds=settings.response_store_seconds)
+        self.background = BackgroundResponses(self.rate_limits)
         self.recorder = Recorder(self.metrics)
         self.channels = ChannelPool()
         self.nodes = NodeDirectory(self.channels, max_model_len=settings.max_model_len)
@@ -98,6 +122,7 @@ class Gateway:
             self._cluster.start(self.nodes.on_registry)
 
     async def close(self) -> None:
+        await self.background.close()
         if self._cluster is not None:
             await self._cluster.close()
         for task in self._tasks:
@@ -105,7 +130,10 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.nodes.close()
         await self.channels.close()
-        self.model.close()
+        if self._redis is not None:
+            with contextlib.suppress(*REDIS_FAILURES):
+                await self._redis.aclose()
+        await self.model.close()
 
     def _record(self) -> NodeRecord:
         return NodeRecord(

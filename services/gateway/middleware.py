@@ -1,4 +1,4 @@
-"""What stands around every route: request ids, API keys, the count of open requests.
+"""What stands around every route: request ids, API keys, rate limits, the count of open requests.
 
 Plain ASGI: no task and no copy for each message.
 """
@@ -14,9 +14,11 @@ from biphase.errors import UnauthorizedError
 from services.gateway.auth import ApiKeys
 from services.gateway.http_errors import response_of
 from services.gateway.parsing.identity import clean_client_id
+from services.gateway.rate_limits import RateLimitedError, RateLimits
 from services.gateway.recorder import Recorder
 
 REQUEST_ID_HEADER = "x-request-id"
+_TEXT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
 class RequestIds:
@@ -45,20 +47,58 @@ class RequestIds:
 
 
 class Authentication:
-    """Asks for an API key on everything under /v1."""
+    """Asks for an API key on everything under /v1. `scope["state"]["grant"]` says what the key may do."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys.required and _is_guarded(scope["path"]):
+        if scope["type"] == "http" and _is_guarded(scope["path"]):
             try:
-                self._keys.check(Headers(scope=scope).get("authorization"))
+                grant = self._keys.check(Headers(scope=scope).get("authorization"))
+                scope.setdefault("state", {})["grant"] = grant
             except UnauthorizedError as error:
                 await response_of(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class RateLimiting:
+    """Takes a request for text from its key's minute, and what it generated when it has ended.
+
+    `scope["state"]["rate"]` is what the answer's headers tell; the route puts `run` beside it.
+    """
+
+    def __init__(self, app: ASGIApp, limits: RateLimits) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _TEXT_PATHS:
+            await self._app(scope, receive, send)
+            return
+        state = scope["state"]
+
+        async def send_with_limits(message: Message) -> None:
+            rate = state.get("rate")
+            if rate is not None and message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(rate.headers())
+            await send(message)
+
+        grant = state["grant"]
+        try:
+            state["rate"] = await self._limits.take(grant, requests=1)
+        except RateLimitedError as error:
+            state["rate"] = error.state
+            await response_of(error)(scope, receive, send_with_limits)
+            return
+        try:
+            await self._app(scope, receive, send_with_limits)
+        finally:
+            run = state.get("run")
+            if run is not None:
+                await self._limits.debit(grant, run.usage.completion_tokens)
 
 
 class OpenRequests:

@@ -31,9 +31,10 @@ def open_socket(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host.strip("[]"), port))
         listener.listen(_BACKLOG)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
     listener.set_inheritable(False)
     return listener
 

@@ -15,6 +15,8 @@ from biphase.settings import (
     positive,
     positive_seconds,
 )
+from services.gateway.message.reasoning import FORMATS as REASONING_FORMATS
+from services.gateway.message.tool_formats import FORMATS as TOOL_FORMATS
 
 DEFAULT_PORT = 8000
 
@@ -22,7 +24,11 @@ GATEWAY_FLAGS = (
     *(replace(flag, default=DEFAULT_PORT) if flag.name == "port" else flag for flag in COMMON_FLAGS),
     *MODEL_FLAGS,
     *API_FLAGS,
-    Flag("api-key-file", str, "", "file with one key a line; read again when it changes"),
+    Flag("api-key-file", str, "", "file with one key a line, its limits after it; read again when it changes"),
+    Flag("requests-per-minute", non_negative, 0, "requests for text of one API key; 0: no limit"),
+    Flag("tokens-per-minute", non_negative, 0, "prompt and output tokens of one API key; 0: no limit"),
+    Flag("response-store-seconds", positive_seconds, 86400.0, "how long /v1/responses keeps what it answered"),
+    Flag("enable-tokenizer-info-endpoint", boolean, False, "GET /tokenizer_info, which shows the chat template"),
     Flag("decode-nodes", str, (), "host:port of decode workers, when there is no registry", many=True),
     Flag("prefill-nodes", str, (), "host:port of prefill workers, when there is no registry", many=True),
     Flag("routing-policy", str, "cost", "how workers are chosen", choices=("cost", "round_robin", "least_loaded")),
@@ -33,6 +39,11 @@ GATEWAY_FLAGS = (
          "prompts of so many uncached tokens are prefilled by decode while all prefill workers have more to do"),
     Flag("request-timeout", positive_seconds, 600.0, "seconds a request may take altogether"),
     Flag("max-retries", non_negative, 3, "other decode workers to try when one fails a request"),
+    Flag("tool-call-parser", str, "auto", "format of the model's tool calls; auto: what its chat template shows",
+         choices=("auto", *TOOL_FORMATS)),
+    Flag("reasoning-parser", str, "auto",
+         "format of the model's reasoning; auto: what its chat template shows; none: all is content",
+         choices=("auto", "none", *REASONING_FORMATS)),
     Flag("max-request-bytes", num_bytes, 16 * 2**20, "largest request body"),
     Flag("max-n", positive, 16384, "largest n of a request, and of sequences in one request"),
     Flag("max-logprobs", non_negative, 20, "most alternatives with each token"),
@@ -62,6 +73,10 @@ class GatewaySettings:
     api_key: tuple[str, ...]
     chat_template: str
     api_key_file: str
+    requests_per_minute: int
+    tokens_per_minute: int
+    response_store_seconds: float
+    enable_tokenizer_info_endpoint: bool
     decode_nodes: tuple[str, ...]
     prefill_nodes: tuple[str, ...]
     routing_policy: str
@@ -70,6 +85,8 @@ class GatewaySettings:
     max_busy_local_tokens: int
     request_timeout: float
     max_retries: int
+    tool_call_parser: str
+    reasoning_parser: str
     max_request_bytes: int
     max_n: int
     max_logprobs: int

@@ -14,10 +14,10 @@ from services.gateway.frames.chat import ChatFrames
 from services.gateway.frames.completions import CompletionFrames
 from services.gateway.frames.frames import Frames
 from services.gateway.gateway import Gateway
-from services.gateway.generation import GenerationRun
 from services.gateway.parsing.chat import parse_chat
 from services.gateway.parsing.completions import parse_completion
 from services.gateway.parsing.identity import Identity, clean_client_id, identify
+from services.gateway.routes.beginning import begin_run
 from services.gateway.wire import ChatRequest, CompletionRequest, GenerationFields
 
 
@@ -60,15 +60,7 @@ def _identity(endpoint: Endpoint, request: Request, body: GenerationFields) -> I
 async def _answer(
     gateway: Gateway, request: Request, generation: Generation, frames: Frames, arrival: float
 ) -> Response:
-    run = GenerationRun(
-        generation,
-        dispatcher=gateway.dispatcher,
-        tokenizer=gateway.model.tokenizer,
-        recorder=gateway.recorder,
-        deadline=arrival + gateway.settings.request_timeout,
-        arrival=arrival,
-        client_id=request.state.client_id,
-    )
+    run = await begin_run(gateway, request, generation, arrival)
     if generation.answer.stream:
         return await streamed_answer(run, frames, request.receive, gateway.slow_readers)
     return await whole_answer(run, frames, request.receive)

@@ -1,0 +1,134 @@
+"""Responses that can be asked for again and continued: in Redis for all gateways, or here when there is none.
+
+Owns their keys, their time to live and their size limits. What is here alone ends with this process and is known to
+this gateway alone; that is the case without Redis, and for what is stored while Redis is away.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from biphase.index.connection import REDIS_FAILURES, Client, key
+from biphase.telemetry.events import event_logger
+
+log = event_logger(__name__)
+
+MAX_RECORD_BYTES = 4 * 2**20
+_MAX_LOCAL_RECORDS = 1024
+_MAX_LOCAL_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """`history` is every item before this response's own input; `owner` names the API key it belongs to."""
+
+    response: dict[str, Any]
+    input: list[dict[str, Any]]
+    history: list[dict[str, Any]]
+    owner: str
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """All items up to and with this response's output: what the next one goes on from."""
+        return [*self.history, *self.input, *self.response["output"]]
+
+    def to_json(self) -> str:
+        fields = {"response": self.response, "input": self.input, "history": self.history, "owner": self.owner}
+        return json.dumps(fields, separators=(",", ":"))
+
+
+class ResponseStore:
+    """
+    Args:
+        redis: None without one.
+        seconds: how long a response is kept.
+    """
+
+    def __init__(
+        self, redis: Client | None, cluster: str, *, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._redis = redis
+        self._cluster = cluster
+        self._seconds = seconds
+        self._clock = clock
+        self._local: OrderedDict[str, tuple[float, str]] = OrderedDict()
+        self._local_bytes = 0
+
+    async def put(self, record: StoredResponse) -> bool:
+        """Whether it is kept: what is too large is not, and the caller's answer stands all the same."""
+        text = record.to_json()
+        response_id = str(record.response["id"])
+        if len(text) > MAX_RECORD_BYTES:
+            log.warning("response_too_large_to_store", response_id=response_id, bytes=len(text))
+            return False
+        await self._set(response_id, text)
+        return True
+
+    async def get(self, response_id: str, owner: str) -> StoredResponse | None:
+        """None when there is none, it is too old, or it is somebody else's."""
+        text = await self._get(response_id)
+        if text is None:
+            return None
+        record = StoredResponse(**json.loads(text))
+        return record if record.owner == owner else None
+
+    async def delete(self, response_id: str) -> None:
+        self._forget(response_id)
+        if self._redis is not None:
+            try:
+                await self._redis.delete(self._key(response_id))
+            except REDIS_FAILURES as error:
+                log.warning("response_store_unreachable", error=type(error).__name__)
+
+    async def ask_cancel(self, response_id: str) -> None:
+        """Tells the gateway that runs it, whichever it is."""
+        await self._set(_cancel_id(response_id), "1")
+
+    async def is_cancel_asked(self, response_id: str) -> bool:
+        return await self._get(_cancel_id(response_id)) is not None
+
+    async def _set(self, name: str, text: str) -> None:
+        if self._redis is not None:
+            try:
+                await self._redis.set(self._key(name), text, px=max(1, int(self._seconds * 1000)))
+            except REDIS_FAILURES as error:
+                log.warning("response_store_unreachable", error=type(error).__name__)
+            else:
+                self._forget(name)
+                return
+        self._forget(name)
+        self._local[name] = (self._clock() + self._seconds, text)
+        self._local_bytes += len(text)
+        while len(self._local) > _MAX_LOCAL_RECORDS or self._local_bytes > _MAX_LOCAL_BYTES:
+            self._forget(next(iter(self._local)))
+
+    async def _get(self, name: str) -> str | None:
+        held = self._local.get(name)
+        if held is not None:
+            if held[0] > self._clock():
+                return held[1]
+            self._forget(name)
+        if self._redis is None:
+            return None
+        try:
+            value: Any = await self._redis.get(self._key(name))
+        except REDIS_FAILURES as error:
+            log.warning("response_store_unreachable", error=type(error).__name__)
+            return None
+        return value.decode() if isinstance(value, bytes) else value
+
+    def _forget(self, name: str) -> None:
+        held = self._local.pop(name, None)
+        if held is not None:
+            self._local_bytes -= len(held[1])
+
+    def _key(self, name: str) -> str:
+        return key(self._cluster, "response", name)
+
+
+def _cancel_id(response_id: str) -> str:
+    return f"{response_id}:cancel"
