@@ -22,12 +22,8 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import importlib
-import importlib.util
-import logging
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,76 +35,14 @@ from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import PATTERN_BYTES, introduce, test_pattern
 from biphase.transfer.leases import HolderPool, LeaseTable
+from biphase.transfer.nixl_agent import Agent
 from biphase.transfer.sockets import TICK_SECONDS, DeadlineSocket, connect_tcp
 
-_MODULES = ("nixl_cu13._api", "nixl_cu12._api")
 # A reader that pinned blocks and then says nothing for so long is taken for dead.
 PIN_SECONDS = 30.0
 _PATTERN_SECONDS = 10.0
 _EAGER_SECONDS = 0.5
 _LAZY_POLL_SECONDS = 0.0002
-
-
-def load_nixl() -> Any:
-    """The NIXL API module.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    for name in _MODULES:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            raise_exceptions = logging.raiseExceptions
-            module = importlib.import_module(name)
-            # Importing it configures logging for the whole process.
-            logging.raiseExceptions = raise_exceptions
-            logger = logging.getLogger("nixl")
-            logger.handlers.clear()
-            logger.propagate = True
-            logger.setLevel(logging.WARNING)
-            return module
-    raise ConfigError("the nixl transport needs NIXL, which is not installed: pip install 'biphase[nixl]'")
-
-
-class Agent:
-    """One NIXL agent with registered memory; belongs to the thread that made it."""
-
-    def __init__(self, name: str, regions: Sequence[BlockMemory | SharedRegion]) -> None:
-        api = load_nixl()
-        config = api.nixl_agent_config(
-            enable_prog_thread=False, sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        )
-        self.api: Any = api.nixl_agent(f"{name}/{uuid.uuid4().hex}", config)
-        self.api.register_memory([(region.address, region.num_bytes, 0, "") for region in regions], "DRAM")
-        # All handles given out; each refers to the agent.
-        self._handles: list[Any] = []
-
-    def blocks(self, owner: str, address: int, block_bytes: int, num_blocks: int) -> Any:
-        """A descriptor list of equal blocks from `address` on; "" is this agent as the reading side."""
-        numpy = importlib.import_module("numpy")
-        strided = numpy.array([[address, block_bytes, 0, block_bytes, num_blocks]], dtype=numpy.uint64)
-        self._handles.append(self.api.prep_xfer_dlist(owner or "NIXL_INIT_AGENT", strided, "DRAM"))
-        return self._handles[-1]
-
-    def start(self, local: Any, here: list[int], remote: Any, there: list[int]) -> tuple[Any, str]:
-        """Posts a READ of blocks `there` into blocks `here`. Returns its handle and state."""
-        handle = self.api.make_prepped_xfer("READ", local, here, remote, there)
-        self._handles.append(handle)
-        return handle, self.api.transfer(handle)
-
-    def finish(self, handle: Any) -> None:
-        handle.release()
-        self._handles.remove(handle)
-
-    def destroy(self) -> None:
-        """Ends whatever is still going on. When this returns nothing can write into the registered memory."""
-        for handle in self._handles:
-            with contextlib.suppress(Exception):
-                handle.release()
-            # Not by leaving it to the last reference: an exception on its way up may hold one for long.
-            handle._released = True
-            handle._agent = None
-        self._handles.clear()
-        self.api.agent = None
 
 
 class NixlHost:

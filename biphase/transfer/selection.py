@@ -10,7 +10,8 @@ from biphase.errors import ConfigError, TransferFailedError
 from biphase.telemetry.events import event_logger
 from biphase.transfer.channels import Channel, ReaderContext, Tick
 from biphase.transfer.endpoint import Endpoint, host_id
-from biphase.transfer.nixl import NixlChannel, load_nixl
+from biphase.transfer.nixl import NixlChannel
+from biphase.transfer.nixl_agent import load_nixl
 from biphase.transfer.shm import ShmChannel
 from biphase.transfer.tcp import TcpChannel
 

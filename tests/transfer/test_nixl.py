@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from biphase.errors import ConfigError, StaleHandleError, TransferFailedError
-from biphase.transfer import frames, nixl
+from biphase.transfer import frames, nixl_agent
 from biphase.transfer.frames import Kind
 from biphase.transfer.handshake import Hello, introduce
 from biphase.transfer.sockets import connect_tcp
@@ -20,7 +20,8 @@ SECONDS = 10.0
 EVERY = [(block, 63 - block) for block in range(64)]
 
 needs_nixl = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name.partition(".")[0]) for name in nixl._MODULES), reason="NIXL is not installed"
+    not any(importlib.util.find_spec(name.partition(".")[0]) for name in nixl_agent._MODULES),
+    reason="NIXL is not installed",
 )
 
 
@@ -74,13 +75,13 @@ def test_nothing_lands_after_a_frozen_holder_was_given_up(
     requests = far.requests(EVERY)
     assert far.reader.read(process.endpoint, process.lease_id, requests, SECONDS).result().error is None
     far.memory.view[:] = bytes([Destination.POISON]) * far.memory.num_bytes
-    start = nixl.Agent.start
+    start = nixl_agent.Agent.start
 
     def freeze_first(*arguments: object) -> object:
         process.signal(signal.SIGSTOP)
         return start(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(nixl.Agent, "start", freeze_first)
+    monkeypatch.setattr(nixl_agent.Agent, "start", freeze_first)
     result = far.reader.read(process.endpoint, process.lease_id, requests, 1.0).result(3.0)
     assert isinstance(result.error, TransferFailedError) and "deadline" in result.error.message
     before = bytes(far.memory.view)
@@ -111,7 +112,7 @@ def test_an_idle_holder_uses_no_processor_and_a_reader_that_dies_lets_go_of_its_
 
 
 def test_without_nixl_a_holder_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "_MODULES", ("no_such_nixl._api",))
+    monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_nixl._api",))
     with pytest.raises(ConfigError, match=r"biphase\[nixl\]"):
         Holder(transports=("nixl", "tcp"))
 
@@ -120,7 +121,7 @@ def test_without_nixl_a_reader_falls_back_or_fails(monkeypatch: pytest.MonkeyPat
     holder = Holder()
     offered = [*holder.endpoint.transports, "nixl"]
     object.__setattr__(holder.endpoint, "transports", tuple(offered))
-    monkeypatch.setattr(nixl, "_MODULES", ("no_such_nixl._api",))
+    monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_nixl._api",))
     for allow_fallback in (True, False):
         destination = Destination(transports=("nixl", "tcp"), allow_fallback=allow_fallback)
         result = destination.reader.read(holder.endpoint, holder.lease_id, destination.requests([(0, 0)]), 5.0).result()
