@@ -144,6 +144,8 @@ class RateLimits:
         if not rpm and not tpm:
             return None
         requests, tokens = requests if rpm else 0, tokens if tpm else 0
+        if not requests and not tokens:
+            return None
         if self._redis is None:
             return self._apply_here(grant, requests, tokens, forced)
         if self._clock() < self._paused_until:
