@@ -69,7 +69,9 @@ def sweep_stale_folders(parent: Path) -> int:
     for folder in parent.glob(f"{_PREFIX}*"):
         owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
         with suppress(OSError):
-            if owner.isdigit() and not Path("/proc", owner).exists() and folder.stat().st_uid == os.getuid():
+            gone = owner.isdigit() and not Path("/proc", owner).exists() and folder.stat().st_uid == os.getuid()
+            # A starter in another container may have the same /tmp, but not the same /proc.
+            if gone and not _listens(folder / "valkey.sock"):
                 shutil.rmtree(folder)
                 removed += 1
     return removed
@@ -208,6 +210,12 @@ def _private_folder() -> Path:
         parent = Path("/tmp")
     sweep_stale_folders(parent)
     return Path(tempfile.mkdtemp(prefix=name, dir=parent))
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1.0)
+        return client.connect_ex(str(path)) == 0
 
 
 def _answers(path: Path) -> bool:

@@ -92,3 +92,11 @@ def test_dies_with_a_killed_starter(tmp_path: Path) -> None:
     # The empty folder is left to the next start.
     assert sweep_stale_folders(tmp_path) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_still_listens_is_not_swept(index_server: EmbeddedValkey, tmp_path: Path) -> None:
+    (tmp_path / "biphase-valkey-99999999-other").mkdir()
+    (tmp_path / "biphase-valkey-99999999-ours").mkdir()
+    os.link(index_server.socket_path, tmp_path / "biphase-valkey-99999999-ours" / "valkey.sock")
+    assert sweep_stale_folders(tmp_path) == 1
+    assert [folder.name for folder in tmp_path.iterdir()] == ["biphase-valkey-99999999-ours"]
