@@ -28,7 +28,7 @@ from biphase.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from biphase.telemetry.events import event_logger
 from services.gateway.admission import AdmissionQueue
 from services.gateway.domain import SequenceSpec
-from services.gateway.routing.router import Placement, Ticket
+from services.gateway.routing.router import PREFILL_BUSY, Placement, Ticket
 
 log = event_logger(__name__)
 
@@ -164,7 +164,7 @@ class SequenceStream:
             priority=self._spec.priority,
             cache_salt=self._spec.cache_salt,
             namespace=self._placement.decode.namespace,
-            local_prefill_reason="" if self._placement.prefills else self._placement.decision.reason,
+            local_prefill_reason=PREFILL_BUSY if self._placement.decision.reason == PREFILL_BUSY else "",
         )
         request.token_ids.extend(self._output)
         if self._output:
@@ -257,12 +257,9 @@ class SequenceStream:
             return None
         sampling, last = self._spec.sampling, self._output[-1]
         finish = None
-        if len(self._output) >= sampling.min_tokens:
-            if last in sampling.eos_token_ids and not sampling.ignore_eos:
-                finish = decode_pb2.Finish(reason="stop")
-            elif last in sampling.stop_token_ids:
-                finish = decode_pb2.Finish(reason="stop", stop_token_id=last)
-        if finish is None and len(self._output) >= sampling.max_tokens:
+        if sampling.ends_at(last, len(self._output)):
+            finish = decode_pb2.Finish(reason="stop", stop_token_id=last if sampling.is_named_stop(last) else None)
+        elif len(self._output) >= sampling.max_tokens:
             finish = decode_pb2.Finish(reason="length")
         return None if finish is None else decode_pb2.GenerateResponse(finish=finish)
 
