@@ -95,6 +95,10 @@ class SamplingParams:
             return False
         return token_id in self.stop_token_ids or (token_id in self.eos_token_ids and not self.ignore_eos)
 
+    def is_named_stop(self, token_id: int) -> bool:
+        """Whether a token that ends the sequence is one the client named, and not an end of sequence."""
+        return token_id in self.stop_token_ids and (self.ignore_eos or token_id not in self.eos_token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -29,12 +29,20 @@ def to_engine(asked: StructuredOutput, special_tokens: Mapping[str, int]) -> str
     Raises:
         InvalidRequestError: it has no grammar.
     """
-    body = _BODIES[asked.kind](asked.spec, special_tokens) if asked.kind in _BODIES else None
-    if body is None:
-        raise InvalidRequestError(f"unknown kind of structured output: {asked.kind[:40]}")
-    if not asked.reasoning_end:
-        return json.dumps({"grammars": [body]})
-    return json.dumps({"grammars": [{"lark_grammar": _reasoning(asked, special_tokens)}, {"name": "body", **body}]})
+    body = _body(asked.kind, asked.spec, special_tokens)
+    grammars = [body]
+    if asked.kind == "tool_calls" and (content := json.loads(asked.spec)["content"]) is not None:
+        grammars.append({"name": "content", **_body(content["kind"], content["spec"], special_tokens)})
+    if asked.reasoning_end:
+        body["name"] = "body"
+        grammars.insert(0, {"lark_grammar": _reasoning(asked, special_tokens)})
+    return json.dumps({"grammars": grammars})
+
+
+def _body(kind: str, spec: str, special_tokens: Mapping[str, int]) -> dict[str, Any]:
+    if kind not in _BODIES:
+        raise InvalidRequestError(f"unknown kind of structured output: {kind[:40]}")
+    return _BODIES[kind](spec, special_tokens)
 
 
 def _reasoning(asked: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
@@ -96,8 +104,9 @@ def _tool_calls(spec: str, special_tokens: Mapping[str, int]) -> dict[str, Any]:
 
     more = f"({literal('separator')} call)*" if given["many"] else ""
     calls = given["calls"]
+    otherwise = " | @content" if given["content"] is not None else ""
     lines = [
-        f"start: {literal('prefix')} call {more} {literal('suffix')}",
+        f"start: {literal('prefix')} call {more} {literal('suffix')}{otherwise}",
         f"call: {' | '.join(f'call_{number}' for number in range(len(calls)))}",
     ]
     for number, call in enumerate(calls):

@@ -110,9 +110,19 @@ def structural_tag(given: Any) -> StructuredOutput:
 
 
 def tool_calls(
-    calls: Sequence[ToolCallForm], *, prefix: str, suffix: str, separator: str, many: bool
+    calls: Sequence[ToolCallForm],
+    *,
+    prefix: str,
+    suffix: str,
+    separator: str,
+    many: bool,
+    content: StructuredOutput | None = None,
 ) -> StructuredOutput:
-    """One call, or several, of some tools in a model's own format: prefix, calls with separators between, suffix."""
+    """One call, or several, of some tools in a model's own format: prefix, calls with separators between, suffix.
+
+    Args:
+        content: what may come in place of calls; None: nothing.
+    """
     for call in calls:
         _check_nesting(call.schema)
     return StructuredOutput(
@@ -123,6 +133,7 @@ def tool_calls(
                 "suffix": suffix,
                 "separator": separator,
                 "many": many,
+                "content": None if content is None else {"kind": content.kind, "spec": content.spec},
                 "calls": [
                     {"begin": call.begin, "schema": call.schema, "end": call.end, "strict": call.strict}
                     for call in calls

@@ -16,7 +16,7 @@ def finish_reason(request: Request, max_model_len: int) -> FinishReason | None:
     num_output_tokens = len(request.output_token_ids)
     token_id = request.output_token_ids[-1]
     if sampling.ends_at(token_id, num_output_tokens):
-        if token_id in sampling.stop_token_ids and (sampling.ignore_eos or token_id not in sampling.eos_token_ids):
+        if sampling.is_named_stop(token_id):
             request.stop_token_id = token_id
         return FinishReason.STOP
     if num_output_tokens >= sampling.max_tokens or request.num_tokens >= max_model_len:

@@ -73,13 +73,20 @@ class ChatTemplate:
         try:
             self._compiled = {name: environment.from_string(text) for name, text in templates.items()}
             self._lists_content = {name: _iterates_content(environment, text) for name, text in templates.items()}
+            self._names = set().union(*(_names(environment, text) for text in templates.values()))
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(f"The chat template does not parse: line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
+        # All templates' source.
+        self.text = "\n".join(templates.values())
 
     def wants_content_parts(self, *, with_tools: bool) -> bool:
         """True when the template walks over a message's content parts itself, False when it wants one string."""
         return self._lists_content[self._name(with_tools)]
+
+    def uses(self, name: str) -> bool:
+        """Whether a template reads a variable, or a message's field, of that name ("tools", "tool_calls")."""
+        return name in self._names
 
     def render(
         self,
@@ -153,6 +160,20 @@ def _iterates_content(environment: jinja2.Environment, text: str) -> bool:
         if isinstance(node.target, nodes.Name) and _is_content(node.node, frozenset())
     }
     return any(_is_content(loop.iter, frozenset(aliases)) for loop in tree.find_all(nodes.For))
+
+
+def _names(environment: jinja2.Environment, text: str) -> set[str]:
+    """Names of all variables and fields that a template reads."""
+    found: set[str] = set()
+    for node in environment.parse(text).find_all((nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Const)):
+        if isinstance(node, nodes.Name):
+            found.add(node.name)
+        elif isinstance(node, nodes.Getattr):
+            found.add(node.attr)
+        elif isinstance(node, nodes.Const) and isinstance(node.value, str):
+            # `message['tool_calls']`, `'tool_calls' in message`.
+            found.add(node.value)
+    return found
 
 
 def _is_content(node: nodes.Node, aliases: frozenset[str]) -> bool:

@@ -76,12 +76,12 @@ async def _events(
             # The last part waits for what follows it, so that it all goes out in one write.
             last = _part(run, frames, choice, delta)
             unfinished -= delta.finish_reason is not None
-            if unfinished:
+            if unfinished and last:
                 yield last
         async for choice, delta in deltas:
             last = _part(run, frames, choice, delta)
             unfinished -= delta.finish_reason is not None
-            if unfinished:
+            if unfinished and last:
                 yield last
         if options.include_usage:
             last += frames.usage(run.usage)

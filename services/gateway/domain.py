@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from biphase.request import SamplingParams
+from services.gateway.message.reader import MessageForm
 
 
 class Endpoint(StrEnum):
@@ -84,6 +85,8 @@ class Generation:
     answer: AnswerOptions
     priority: int = 0
     cache_salt: str = ""
+    # How a chat's answers are read; None when their text is the content.
+    message: MessageForm | None = None
 
     @property
     def num_sequences(self) -> int:

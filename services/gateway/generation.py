@@ -18,6 +18,8 @@ from services.gateway.dispatch import Dispatcher, SequenceStream
 from services.gateway.domain import Generation, SequenceSpec
 from services.gateway.frames.choice import Choice
 from services.gateway.frames.usage import Usage
+from services.gateway.message.parts import gather
+from services.gateway.message.reader import MessageReader
 from services.gateway.recorder import Recorder, SequenceRecord
 from services.gateway.sequence_text import Delta, SequenceText
 
@@ -124,6 +126,7 @@ class GenerationRun:
     async def _run(self, spec: SequenceSpec, choice: Choice, preferred: str = "") -> AsyncIterator[Delta]:
         stream = self._dispatcher.open(spec, deadline=self._deadline, preferred=preferred)
         text = SequenceText(self._tokenizer, spec, self.generation.text)
+        reader = None if self.generation.message is None else self.generation.message.reader()
         record = SequenceRecord(
             request_id=spec.request_id,
             endpoint=self.generation.endpoint.value,
@@ -150,7 +153,11 @@ class GenerationRun:
                     text.finished = True
                     delta = Delta("", (), (), FinishReason.LENGTH.value)
                 if delta.finish_reason is not None:
-                    outcome = choice.finish_reason = delta.finish_reason
+                    outcome = delta.finish_reason
+                if reader is not None:
+                    self._read(reader, delta)
+                if delta.finish_reason is not None:
+                    choice.finish_reason = delta.finish_reason
                     choice.stop_reason = delta.stop_reason
                     stream.close()
                     if record.counts_prompt:
@@ -159,6 +166,8 @@ class GenerationRun:
                     continue
                 if self._keeps:
                     choice.text += delta.text
+                    choice.reasoning += delta.reasoning
+                    gather(choice.tool_calls, delta.tool_calls)
                     choice.token_ids.extend(delta.token_ids)
                     choice.logprobs.extend(delta.logprobs)
                 yield delta
@@ -169,6 +178,15 @@ class GenerationRun:
             stream.close()
             record.admitted, record.num_moves = stream.admitted_time, stream.num_moves
             self._recorder.finished(record, outcome, code)
+
+    def _read(self, reader: MessageReader, delta: Delta) -> None:
+        """Takes the text apart into what a chat's message has."""
+        if reader.is_reasoning:
+            self.usage.reasoning_tokens += len(delta.token_ids)
+        part = reader.push(delta.text, is_last=delta.finish_reason is not None)
+        delta.text, delta.reasoning, delta.tool_calls = part.content, part.reasoning, part.tool_calls
+        if delta.finish_reason is not None:
+            delta.finish_reason = reader.finish_reason(delta.finish_reason)
 
     def _forget_output(self, choice: Choice) -> None:
         self.usage.completion_tokens -= choice.num_tokens

@@ -8,11 +8,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from biphase.errors import InvalidRequestError, NotFoundError
+from biphase.errors import InvalidRequestError, NotFoundError, UnsupportedError
+from biphase.grammar.checker import GrammarChecker
+from biphase.grammar.vocabulary import vocabulary_of
+from biphase.request import StructuredOutput
 from biphase.tokenizer.chat_template import ChatTemplate
 from biphase.tokenizer.loader import LoadedTokenizer
 from biphase.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.http_errors import shown
+from services.gateway.message import reasoning, tool_formats
+from services.gateway.message.reasoning import ReasoningFormat
+from services.gateway.message.tool_formats import ToolFormat
 
 # Longer texts are encoded in a thread (the tokenizer lets go of the interpreter lock): about 4 ms of work.
 _INLINE_CHARACTERS = 20_000
@@ -27,15 +33,34 @@ class ServedModel:
     Args:
         names: what clients may call it; the first is the one shown.
         root: what was given to --model.
+        tool_call_parser, reasoning_parser: names of formats; "auto" is what the chat template shows.
     """
 
-    def __init__(self, loaded: LoadedTokenizer, names: Sequence[str], root: str) -> None:
+    def __init__(
+        self,
+        loaded: LoadedTokenizer,
+        names: Sequence[str],
+        root: str,
+        *,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
         self.tokenizer: ModelTokenizer = loaded.tokenizer
         self.chat_template: ChatTemplate | None = loaded.chat_template
         self.generation_defaults: Mapping[str, float] = loaded.generation_defaults
         self.names = tuple(names)
         self.root = root
         self.created = int(time.time())
+        template = "" if self.chat_template is None else self.chat_template.text
+        self.tool_format: ToolFormat = (
+            tool_formats.detect(template) if tool_call_parser == "auto" else tool_formats.FORMATS[tool_call_parser]
+        )
+        self.reasoning_format: ReasoningFormat | None = (
+            reasoning.detect(template) if reasoning_parser == "auto" else reasoning.FORMATS.get(reasoning_parser)
+        )
+        # Texts of tokens that are left out of answers.
+        self.special_texts = frozenset(self.tokenizer.token_string(token_id) for token_id in self.tokenizer.special_ids)
+        self._grammars = GrammarChecker(lambda: vocabulary_of(self.tokenizer))
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
 
     def check_name(self, name: str | None) -> str:
@@ -89,5 +114,22 @@ class ServedModel:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: template.render(messages, **options))
 
-    def close(self) -> None:
+    async def check_grammar(self, structured: StructuredOutput, param: str) -> None:
+        """
+        Args:
+            param: the field that asked for it.
+
+        Raises:
+            InvalidRequestError: it does not compile, or not within the limits.
+            UnsupportedError: the model has no token that ends a text.
+        """
+        if not self.tokenizer.eos_token_ids:
+            raise UnsupportedError("Structured output needs a model with an end-of-sequence token.", param)
+        try:
+            await self._grammars.check(structured)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{error.message} (parameter={param})", param) from None
+
+    async def close(self) -> None:
+        await self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -13,6 +13,7 @@ from biphase.rpc.v1 import common_pb2, decode_pb2
 from biphase.tokenizer.detokenizer import IncrementalDecoder, StopStrings
 from biphase.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.domain import SequenceSpec, TextOptions
+from services.gateway.message.parts import ToolCallDelta
 
 
 @dataclass(slots=True)
@@ -24,6 +25,9 @@ class Delta:
     logprobs: Sequence[common_pb2.TokenLogprobs]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    # Chat only, where the text is read for more than content; `text` is the content then.
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallDelta] = ()
 
 
 class SequenceText:
@@ -38,12 +42,8 @@ class SequenceText:
         self._has_stops = bool(options.stop)
         self._include_stop = options.include_stop
         self._min_tokens = options.min_tokens
-        sampling = spec.sampling
-        ending = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ending |= sampling.eos_token_ids
-        self._ending_ids = ending
-        self._min_ending = sampling.min_tokens
+        self._sampling = spec.sampling
+        self._ending_ids = spec.sampling.stop_token_ids | spec.sampling.eos_token_ids
         self.num_tokens = 0
         self.finished = False
 
@@ -55,7 +55,11 @@ class SequenceText:
         for place, token_id in enumerate(token_ids):
             self.num_tokens += 1
             # The token that ends a sequence is counted, but is no part of its text.
-            if token_id in self._ending_ids and self.num_tokens >= self._min_ending and not self._include_stop:
+            if (
+                token_id in self._ending_ids
+                and not self._include_stop
+                and self._sampling.ends_at(token_id, self.num_tokens)
+            ):
                 continue
             piece = self._decoder.push(token_id)
             if not self._has_stops or self.num_tokens <= self._min_tokens:

@@ -78,6 +78,7 @@ class GenerationFields(Body):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
     use_beam_search: bool | None = None
     add_special_tokens: bool | None = None
 

@@ -11,6 +11,7 @@ from services.gateway.frames.choice import Choice
 from services.gateway.frames.text import event, json_string
 from services.gateway.frames.usage import Usage
 from services.gateway.logprobs import LogprobWriter
+from services.gateway.message.parts import ToolCallDelta
 from services.gateway.sequence_text import Delta
 
 
@@ -29,6 +30,7 @@ class ChatFrames:
         # A chunk of text alone, which is nearly every one, is two constants around the text.
         self._plain = self._options.logprobs is None and not self._options.return_token_ids
         self._heads: dict[int, str] = {}
+        self._reads = generation.message is not None
 
     def begin(self, choice: Choice, usage: Usage | None) -> bytes:
         chosen: dict[str, Any] = {
@@ -43,13 +45,20 @@ class ChatFrames:
         return event(chunk)
 
     def delta(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
-        if self._plain and usage is None and delta.finish_reason is None:
+        if self._plain and usage is None and delta.finish_reason is None and not self._reads:
             head = self._heads.get(choice.index)
             if head is None:
                 head = self._heads[choice.index] = f'{self._head}{choice.index},"delta":{{"content":'
             return f'{head}{json_string(delta.text)}}},"logprobs":null,"finish_reason":null}}]}}\n\n'.encode()
+        if self._reads and self._plain and usage is None and not _says_something(delta):
+            return b""
         content: dict[str, Any] = {}
-        if delta.text or delta.finish_reason is None:
+        if delta.reasoning:
+            # Under the name that clients read now, and the one they read before.
+            content["reasoning"] = content["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            content["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+        if delta.text or (delta.finish_reason is None and not content):
             content["content"] = delta.text
         chosen: dict[str, Any] = {
             "index": choice.index,
@@ -109,17 +118,42 @@ class ChatFrames:
             logprobs = {"content": []}
         return {
             "index": choice.index,
-            "message": {
-                "role": "assistant",
-                "content": choice.text,
-                "refusal": None,
-                "annotations": None,
-                "audio": None,
-                "function_call": None,
-                "reasoning": None,
-            },
+            "message": _message(choice),
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._options.return_token_ids else None,
         }
+
+
+def _says_something(delta: Delta) -> bool:
+    """Text that may become a call, or is one's frame, is read and not shown."""
+    return bool(delta.text or delta.reasoning or delta.tool_calls or delta.finish_reason is not None)
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": choice.text if choice.text or not choice.tool_calls else None,
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "reasoning": choice.reasoning or None,
+    }
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    # Absent without calls: clients ask whether it is there.
+    if choice.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.tool_calls
+        ]
+    return message
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}

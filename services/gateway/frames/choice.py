@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from biphase.rpc.v1 import common_pb2
 from services.gateway.domain import Prompt
+from services.gateway.message.parts import ToolCall
 
 
 @dataclass(slots=True)
@@ -15,7 +16,10 @@ class Choice:
 
     index: int
     prompt: Prompt
+    # The content; what else the text held is beside it.
     text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()

@@ -13,6 +13,8 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    # Of the completion; counted where the model's reasoning is told apart.
+    reasoning_tokens: int = 0
 
     def to_object(self) -> dict[str, Any]:
         return {
@@ -20,5 +22,5 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "completion_tokens": self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": None,
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens} if self.reasoning_tokens else None,
         }

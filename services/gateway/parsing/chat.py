@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from biphase.errors import InvalidRequestError
-from services.gateway.domain import AnswerOptions, Generation, Limits, Prompt
+from biphase.request import StructuredOutput
+from services.gateway.domain import AnswerOptions, Generation, Limits, Prompt, TextOptions
+from services.gateway.message.reader import MessageForm
+from services.gateway.message.tool_formats import described, written_out
 from services.gateway.model import ServedModel
 from services.gateway.parsing.identity import Identity
 from services.gateway.parsing.lengths import check_max_tokens, check_min_tokens, room_for_output, too_long, truncated
@@ -21,7 +25,8 @@ from services.gateway.parsing.sampling import (
     refuse_unsupported,
 )
 from services.gateway.parsing.stream import parse_stream
-from services.gateway.parsing.tools import parse_tools, refuse_structured_output
+from services.gateway.parsing.structured import AskedForm, parse_structured
+from services.gateway.parsing.tools import AskedTools, parse_tools
 from services.gateway.wire import ChatRequest
 
 
@@ -36,7 +41,8 @@ async def parse_chat(body: ChatRequest, *, identity: Identity, model: ServedMode
         param, asked = "max_tokens", body.max_tokens
     check_max_tokens(asked, limits, param)
     refuse_unsupported(body)
-    refuse_structured_output(body)
+    form = parse_structured(body)
+    tools = parse_tools(body)
     stream = parse_stream(body)
     logprobs = _logprobs(body, limits)
     prompt_logprobs = check_logprobs(body.prompt_logprobs, limits, "prompt_logprobs")
@@ -52,7 +58,9 @@ async def parse_chat(body: ChatRequest, *, identity: Identity, model: ServedMode
     )
     check_min_tokens(sampling.min_tokens, asked)
     n = parse_n(body, limits)
-    token_ids = await chat_token_ids(body, model=model, limits=limits, reserve=asked or 1)
+    prompt, token_ids = await _prompt(body, tools, model=model, limits=limits, reserve=asked or 1)
+    message = _message_form(body, tools, prompt, model)
+    structured = await _structured(form, tools, message, prompt, model)
     return Generation(
         endpoint=identity.endpoint,
         response_id=identity.response_id,
@@ -61,8 +69,8 @@ async def parse_chat(body: ChatRequest, *, identity: Identity, model: ServedMode
         model=name,
         prompts=(Prompt(token_ids, room_for_output(len(token_ids), asked, limits)),),
         n=n,
-        sampling=sampling,
-        text=parse_text_options(body),
+        sampling=sampling if structured is None else replace(sampling, structured_output=structured),
+        text=_text_options(parse_text_options(body), message, model),
         answer=AnswerOptions(
             stream=stream.stream,
             include_usage=stream.include_usage,
@@ -74,16 +82,29 @@ async def parse_chat(body: ChatRequest, *, identity: Identity, model: ServedMode
         ),
         priority=parse_priority(body),
         cache_salt=parse_cache_salt(body),
+        message=message,
     )
 
 
 async def chat_token_ids(body: ChatRequest, *, model: ServedModel, limits: Limits, reserve: int) -> list[int]:
     """The conversation as the model reads it."""
+    _, token_ids = await _prompt(body, parse_tools(body), model=model, limits=limits, reserve=reserve)
+    return token_ids
+
+
+async def _prompt(
+    body: ChatRequest, tools: AskedTools | None, *, model: ServedModel, limits: Limits, reserve: int
+) -> tuple[str, list[int]]:
+    """The conversation as text and as tokens."""
     template = model.require_chat_template()
-    tools = parse_tools(body)
+    shown = None if tools is None else tools.shown
     messages = parse_messages(
         body.messages, limits=limits, content_parts=template.wants_content_parts(with_tools=tools is not None)
     )
+    if not template.uses("tool_calls"):
+        messages = written_out(messages, model.tool_format)
+    if shown is not None and not template.uses("tools"):
+        messages, shown = described(messages, shown, model.tool_format), None
     final = bool(body.continue_final_message)
     if final and body.add_generation_prompt:
         raise InvalidRequestError(
@@ -93,7 +114,7 @@ async def chat_token_ids(body: ChatRequest, *, model: ServedModel, limits: Limit
         messages,
         add_generation_prompt=body.add_generation_prompt is not False and not final,
         continue_final_message=final,
-        tools=tools,
+        tools=shown,
         documents=body.documents,
         variables=_template_variables(body),
     )
@@ -107,7 +128,58 @@ async def chat_token_ids(body: ChatRequest, *, model: ServedModel, limits: Limit
     cut = truncated(token_ids, body.truncate_prompt_tokens, body.truncation_side, limits, reserve)
     if len(cut) >= limits.max_model_len:
         raise too_long(len(cut), limits)
-    return list(cut)
+    return text, list(cut)
+
+
+def _message_form(body: ChatRequest, tools: AskedTools | None, prompt: str, model: ServedModel) -> MessageForm | None:
+    """How answers are read; None when their text is nothing but content."""
+    reasoning = model.reasoning_format
+    if reasoning is None and tools is None:
+        return None
+    return MessageForm(
+        reasoning=reasoning,
+        reasoning_is_open=reasoning is not None and reasoning.is_open_after(prompt),
+        include_reasoning=body.include_reasoning is not False,
+        tools=None if tools is None else model.tool_format,
+        tool_names=frozenset() if tools is None else frozenset(tool["function"]["name"] for tool in tools.callable),
+        max_calls=0 if tools is None or tools.many else 1,
+        is_named=tools is not None and tools.is_named,
+    )
+
+
+async def _structured(
+    form: AskedForm | None, tools: AskedTools | None, message: MessageForm | None, prompt: str, model: ServedModel
+) -> StructuredOutput | None:
+    """The grammar that the whole text follows: calls where they are required, after the reasoning where there is any.
+
+    Raises:
+        InvalidRequestError: it does not compile.
+    """
+    structured, param = (None, "tools") if form is None else (form.structured, form.param)
+    if tools is not None and tools.is_required:
+        # A form is one of the content; there will be none.
+        structured, param = model.tool_format.grammar(tools.callable, many=tools.many), "tools"
+    elif tools is not None and structured is not None:
+        # What the model says is of that form, but it may also call.
+        structured = model.tool_format.grammar(tools.callable, many=tools.many, content=structured)
+    if structured is None:
+        return None
+    reasoning = None if message is None else message.reasoning
+    if reasoning is not None and message is not None and not reasoning.is_closed_after(prompt):
+        start = "" if message.reasoning_is_open else reasoning.start
+        structured = replace(structured, reasoning_start=start, reasoning_end=reasoning.end)
+    await model.check_grammar(structured, param)
+    return structured
+
+
+def _text_options(options: TextOptions, message: MessageForm | None, model: ServedModel) -> TextOptions:
+    """Marks of calls and reasoning stay in the text where they are special tokens: they are read, and not shown."""
+    if message is None:
+        return options
+    marks = set() if message.tools is None else set(message.tools.marks)
+    if message.reasoning is not None:
+        marks |= {message.reasoning.start, message.reasoning.end}
+    return replace(options, skip_special_tokens=False) if marks & model.special_texts else options
 
 
 def _template_variables(body: ChatRequest) -> dict[str, Any]:

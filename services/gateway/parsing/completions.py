@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from biphase.errors import InvalidRequestError, UnsupportedError
@@ -23,7 +24,7 @@ from services.gateway.parsing.sampling import (
     refuse_unsupported,
 )
 from services.gateway.parsing.stream import parse_stream
-from services.gateway.parsing.tools import refuse_structured_output
+from services.gateway.parsing.structured import parse_structured
 from services.gateway.wire import CompletionRequest
 
 MAX_PROMPTS = 1024
@@ -43,7 +44,7 @@ async def parse_completion(
     if not prompt_only:
         check_max_tokens(asked, limits, "max_tokens")
     refuse_unsupported(body)
-    refuse_structured_output(body)
+    form = parse_structured(body)
     if body.suffix:
         raise UnsupportedError("suffix is not supported.", "suffix")
     if body.prompt_embeds is not None:
@@ -76,6 +77,9 @@ async def parse_completion(
         if len(raw) > 1:
             # A thousand prompts are a second of work: others get their turn in between.
             await asyncio.sleep(0)
+    if form is not None:
+        await model.check_grammar(form.structured, form.param)
+        sampling = replace(sampling, structured_output=form.structured)
     return Generation(
         endpoint=identity.endpoint,
         response_id=identity.response_id,

@@ -1,26 +1,39 @@
-"""The `tools`, `tool_choice` and structured output fields: what is well formed, and what can be honoured."""
+"""The fields that concern tools: which there are, and whether the model may, must or must not call one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from biphase.errors import InvalidRequestError, UnsupportedError
-from services.gateway.http_errors import shown
+from biphase.errors import InvalidRequestError
 from services.gateway.parsing.sampling import invalid
-from services.gateway.wire import ChatRequest, GenerationFields
-
-_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_NOT_YET = "Structured output is not supported by this server yet; the request would not be constrained."
+from services.gateway.wire import ChatRequest
 
 
-def parse_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that the chat template gets; None when there are none or tool_choice is "none".
+@dataclass(frozen=True, slots=True)
+class AskedTools:
+    """
+    Attributes:
+        shown: what the chat template gets.
+        callable: those that may be called; all, or the one that the client named.
+        is_required: the answer is calls and nothing else.
+        is_named: the client chose the one.
+        many: more than one call may be made.
+    """
+
+    shown: list[dict[str, Any]]
+    callable: list[dict[str, Any]]
+    is_required: bool
+    is_named: bool
+    many: bool
+
+
+def parse_tools(body: ChatRequest) -> AskedTools | None:
+    """None when there are no tools, or none may be called.
 
     Raises:
         InvalidRequestError: tools or a choice that make no sense.
-        UnsupportedError: a choice that needs constrained output.
     """
     if body.tools is not None and not body.tools:
         raise invalid(
@@ -29,22 +42,22 @@ def parse_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
         )
     tools = [_tool(tool, f"tools.{place}") for place, tool in enumerate(body.tools or ())]
     choice = body.tool_choice
-    if choice is None:
-        return tools or None
     if choice == "none":
         return None
     if not tools:
-        raise invalid("When using `tool_choice`, `tools` must be set.", "tool_choice")
-    if choice == "auto":
-        return tools
-    if choice != "required":
-        name = _named_choice(choice)
-        if name not in [tool["function"]["name"] for tool in tools]:
-            raise invalid("The tool that `tool_choice` names is not among `tools`.", "tool_choice", name)
-    raise UnsupportedError(
-        "tool_choice 'required' and named tools need structured output, which this server does not support yet.",
-        "tool_choice",
-    )
+        if choice is not None:
+            raise invalid("When using `tool_choice`, `tools` must be set.", "tool_choice")
+        return None
+    many = body.parallel_tool_calls is not False
+    if choice in (None, "auto"):
+        return AskedTools(tools, tools, is_required=False, is_named=False, many=many)
+    if choice == "required":
+        return AskedTools(tools, tools, is_required=True, is_named=False, many=many)
+    name = _named_choice(choice)
+    named = [tool for tool in tools if tool["function"]["name"] == name]
+    if not named:
+        raise invalid("The tool that `tool_choice` names is not among `tools`.", "tool_choice", name)
+    return AskedTools(tools, named[:1], is_required=True, is_named=True, many=False)
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
@@ -64,47 +77,3 @@ def _named_choice(choice: Any) -> str:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise invalid("tool_choice must be 'none', 'auto', 'required' or name a function.", "tool_choice", choice)
     return str(function["name"])
-
-
-def refuse_structured_output(body: GenerationFields) -> None:
-    """Never silently unconstrained text: what cannot be honoured is refused, what is malformed is the caller's fault.
-
-    Raises:
-        InvalidRequestError: malformed.
-        UnsupportedError: well formed.
-    """
-    if body.response_format is not None:
-        _response_format(body.response_format)
-    if body.structured_outputs is not None:
-        _structured_outputs(body.structured_outputs)
-    for name in _GUIDED:
-        if getattr(body, name) is not None:
-            raise invalid(f"{name} was removed; use structured_outputs instead.", name)
-
-
-def _response_format(given: Any) -> None:
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind == "text":
-        return
-    if kind == "json_schema":
-        inner = given.get("json_schema")
-        schema = inner.get("schema") if isinstance(inner, Mapping) else None
-        if not isinstance(schema, Mapping | bool):
-            raise invalid("response_format.json_schema.schema must be a JSON schema.", "response_format")
-    elif kind not in ("json_object", "structural_tag"):
-        raise invalid(
-            "response_format.type must be text, json_object, json_schema or structural_tag.", "response_format", kind
-        )
-    raise UnsupportedError(_NOT_YET, "response_format")
-
-
-def _structured_outputs(given: Any) -> None:
-    if not isinstance(given, Mapping):
-        raise invalid("structured_outputs must be an object.", "structured_outputs")
-    kinds = [kind for kind in _KINDS if given.get(kind) is not None]
-    if len(kinds) != 1:
-        raise invalid(
-            f"structured_outputs must have exactly one of {', '.join(_KINDS)}; it has {shown(len(kinds))}.",
-            "structured_outputs",
-        )
-    raise UnsupportedError(_NOT_YET, "structured_outputs")

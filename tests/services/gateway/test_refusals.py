@@ -16,6 +16,7 @@ from tests.services.gateway.conftest import Running, StartGateway
 Says = Callable[..., FakeDecode]
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+BAD_TOOL = {"type": "function", "function": {"name": "g", "parameters": {"type": "nonsense"}}}
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -96,7 +97,19 @@ BAD_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": 5}, "structured_outputs", "object"),
-    ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs"),
+    ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "Only one of guided_regex, guided_choice"),
+    ({"guided_choice": "a"}, "guided_choice", "list"),
+    ({"guided_regex": "foo[["}, "guided_regex", "unclosed character class"),
+    ({"structured_outputs": {"regex": "foo[["}}, "structured_outputs.regex", "unclosed character class"),
+    ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "look-around"),
+    ({"structured_outputs": {"grammar": 'root ::= ("a" | '}}, "structured_outputs.grammar", "line 1"),
+    ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", 'unsupported keywords: "not"'),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": 5}}, "structured_outputs", "whitespace_pattern"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
+     "response_format.json_schema", "nonsense"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+     "structured_outputs.regex", "Only one"),
+    ({"tools": [BAD_TOOL], "tool_choice": "required"}, "tools", "nonsense"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "not accepted"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template", "not accepted"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "Cannot set both"),
@@ -204,15 +217,7 @@ async def test_unknown_fields_are_ignored_but_never_what_changes_the_text(refusi
         "stream_interval": 3, "length_penalty": 1.1, "vllm_xargs": {},
     }  # fmt: skip
     assert (await refusing.chat(**ignored)).status_code == 200
-    for fields in (
-        {"use_beam_search": True},
-        {"logprob_token_ids": [5]},
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
-        {"structured_outputs": {"choice": ["a", "b"]}},
-        {"tools": [TOOL], "tool_choice": "required"},
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-    ):
+    for fields in ({"use_beam_search": True}, {"logprob_token_ids": [5]}):
         assert error_of(await refusing.chat(**fields), 501)["type"] == "NotImplementedError"
     assert (await refusing.chat(response_format={"type": "text"})).status_code == 200
     assert (await refusing.chat(tools=[TOOL], tool_choice="auto")).status_code == 200
