@@ -43,6 +43,7 @@ class FakeDecode:
     role: str = "decode"
     namespace: bytes = NAMESPACE
     vocab_size: int = 49152
+    tokenizer_digest: str = ""
     max_model_len: int = 2048
     max_num_seqs: int = 64
     tokens_per_message: int = 1
@@ -107,6 +108,7 @@ class _Node(node_pb2_grpc.NodeServicer):
                 vocab_size=fake.vocab_size,
                 max_model_len_tokens=fake.max_model_len,
                 dtype="float32",
+                tokenizer_digest=fake.tokenizer_digest,
             ),
             num_blocks=1000,
             max_num_seqs=fake.max_num_seqs,

@@ -122,6 +122,7 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
             max_model_len_tokens=max_model_len,
             dtype=str(model.dtype).removeprefix("torch."),
             architecture=spec.architecture,
+            tokenizer_digest=model.tokenizer_digest,
         ),
         grammars=grammars,
     )

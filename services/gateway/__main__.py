@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = resolve_model(settings.model)
         loaded = load_tokenizer(source, chat_template=settings.chat_template)
         names = settings.served_model_name or (source.default_served_name,)
-        gateway = Gateway(settings, loaded, names, settings.model or source.default_served_name)
+        digest = source.tokenizer_digest() if settings.check_tokenizer else ""
+        gateway = Gateway(settings, loaded, names, settings.model or source.default_served_name, digest)
         listener = open_socket(settings.host, settings.port)
     except (ConfigError, ModelLoadError) as error:
         print(f"gateway: {error.message}", file=sys.stderr)

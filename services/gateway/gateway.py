@@ -51,6 +51,8 @@ class Gateway:
     Args:
         loaded: the model's tokenizer.
         names: what clients may call the model.
+        root: what it is called in --model.
+        tokenizer_digest: as its workers must have it; empty: any will do.
 
     Raises:
         ConfigError: a Redis URL or key file that cannot be used.
@@ -62,6 +64,7 @@ class Gateway:
         loaded: LoadedTokenizer,
         names: tuple[str, ...],
         root: str,
+        tokenizer_digest: str = "",
     ) -> None:
         self.settings = settings
         self.incarnation = new_incarnation()
@@ -88,7 +91,11 @@ class Gateway:
         self.background = BackgroundResponses(self.rate_limits)
         self.recorder = Recorder(self.metrics)
         self.channels = ChannelPool()
-        self.nodes = NodeDirectory(self.channels, max_model_len=settings.max_model_len)
+        self.nodes = NodeDirectory(
+            self.channels,
+            max_model_len=settings.max_model_len,
+            tokenizer_digest=tokenizer_digest if settings.check_tokenizer else "",
+        )
         policy = policy_named(settings.routing_policy)
         self._cluster = Cluster(settings.redis_url, settings.cluster, self._record) if settings.redis_url else None
         lifetime = _EXPECTED_ALONE_SECONDS if self._cluster is None else _EXPECTED_WITH_INDEX_SECONDS
@@ -155,7 +162,7 @@ class Gateway:
         """
         limits = self.nodes.limits(max_logprobs=self.settings.max_logprobs, max_sequences=self.settings.max_n)
         if limits is None:
-            raise UnavailableError("No decode worker is available.")
+            raise UnavailableError(self.nodes.why_none("decode"))
         return limits
 
     def max_model_len(self) -> int | None:

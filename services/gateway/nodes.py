@@ -43,6 +43,8 @@ class Node:
     # Sequences this gateway has running there, and their uncached prompt tokens still to be computed there.
     num_in_flight: int = 0
     num_prefill_tokens_in_flight: int = 0
+    # Why it gets no work whatever its state; "" when there is no reason.
+    refused: str = ""
     # The registry says that it is on its way out.
     leaving: bool = False
 
@@ -70,6 +72,8 @@ class Node:
     def state(self) -> str:
         if self.info is None or self.failed_probes > _TOLERATED_PROBES:
             return "unreachable"
+        if self.refused:
+            return "refused"
         return "draining" if self.leaving else self.status.state or "starting"
 
     def is_usable(self, now: float) -> bool:
@@ -85,9 +89,17 @@ class Node:
 class NodeDirectory:
     """All nodes, kept current by one task per address. For one event loop."""
 
-    def __init__(self, channels: ChannelPool, *, max_model_len: int = 0, probe_seconds: float = PROBE_SECONDS) -> None:
+    def __init__(
+        self,
+        channels: ChannelPool,
+        *,
+        max_model_len: int = 0,
+        tokenizer_digest: str = "",
+        probe_seconds: float = PROBE_SECONDS,
+    ) -> None:
         self._channels = channels
         self._max_model_len = max_model_len
+        self._tokenizer_digest = tokenizer_digest
         self._probe_seconds = probe_seconds
         self._nodes: dict[str, Node] = {}
         self._monitors: dict[str, asyncio.Task[None]] = {}
@@ -156,10 +168,31 @@ class NodeDirectory:
                 log.info("node_found", node=info.node_id, role=info.role, address=node.address,
                          incarnation=info.incarnation)  # fmt: skip
                 node.num_prefill_tokens_in_flight = 0
+                node.refused = self._difference(info)
+                if node.refused:
+                    log.error("node_refused", node=info.node_id, role=info.role, address=node.address,
+                              reason=node.refused)  # fmt: skip
             node.info = info
         node.status = await stub.GetStatus(node_pb2.GetStatusRequest(), timeout=_PROBE_TIMEOUT_SECONDS)
         node.failed_probes = 0
         node.suspended_until = 0.0
+
+    def _difference(self, info: node_pb2.NodeInfo) -> str:
+        """What makes the node useless to this gateway; "" when nothing does."""
+        theirs = info.model.tokenizer_digest
+        if not theirs or not self._tokenizer_digest or theirs == self._tokenizer_digest:
+            return ""
+        return (
+            f"its tokenizer ({theirs[:12]}) is not this gateway's ({self._tokenizer_digest[:12]}): "
+            "give both the same --model"
+        )
+
+    def why_none(self, role: str) -> str:
+        """One sentence for clients when no node of the role is usable."""
+        refused = [node for node in self.nodes if node.role == role and node.refused]
+        if not refused:
+            return f"No {role} worker is available."
+        return f"No {role} worker is available: {refused[0].node_id} is refused, since {refused[0].refused}."
 
     @property
     def nodes(self) -> list[Node]:

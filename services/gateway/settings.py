@@ -28,6 +28,7 @@ GATEWAY_FLAGS = (
     Flag("requests-per-minute", non_negative, 0, "requests for text of one API key; 0: no limit"),
     Flag("tokens-per-minute", non_negative, 0, "prompt and output tokens of one API key; 0: no limit"),
     Flag("response-store-seconds", positive_seconds, 86400.0, "how long /v1/responses keeps what it answered"),
+    Flag("check-tokenizer", boolean, True, "refuse workers whose tokenizer files are not the gateway's own"),
     Flag("enable-tokenizer-info-endpoint", boolean, False, "GET /tokenizer_info, which shows the chat template"),
     Flag("decode-nodes", str, (), "host:port of decode workers, when there is no registry", many=True),
     Flag("prefill-nodes", str, (), "host:port of prefill workers, when there is no registry", many=True),
@@ -76,6 +77,7 @@ class GatewaySettings:
     requests_per_minute: int
     tokens_per_minute: int
     response_store_seconds: float
+    check_tokenizer: bool
     enable_tokenizer_info_endpoint: bool
     decode_nodes: tuple[str, ...]
     prefill_nodes: tuple[str, ...]

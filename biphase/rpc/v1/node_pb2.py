@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from biphase.rpc.v1 import common_pb2 as biphase_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62iphase/rpc/v1/node.proto\x12\x0e\x62iphase.rpc.v1\x1a\x1b\x62iphase/rpc/v1/common.proto\"\x10\n\x0eGetInfoRequest\"\xbf\x02\n\x08NodeInfo\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12(\n\x06layout\x18\x07 \x01(\x0b\x32\x18.biphase.rpc.v1.KVLayout\x12(\n\x05model\x18\x08 \x01(\x0b\x32\x19.biphase.rpc.v1.ModelInfo\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\r\x12\x32\n\x08\x65ndpoint\x18\x0c \x01(\x0b\x32 .biphase.rpc.v1.TransferEndpoint\"\x87\x01\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cserved_names\x18\x02 \x03(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1c\n\x14max_model_len_tokens\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x06 \x01(\t\"\x12\n\x10GetStatusRequest\"\xe6\x04\n\nNodeStatus\x12\r\n\x05state\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\x12\x19\n\x11num_leased_blocks\x18\x05 \x01(\r\x12\x1b\n\x13num_draining_blocks\x18\x06 \x01(\r\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12!\n\x19num_waiting_for_remote_kv\x18\t \x01(\r\x12!\n\x19num_queued_prefill_tokens\x18\n \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\x0b \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_step_seconds\x18\x0c \x01(\x01\x12\'\n\x1fnum_prefix_cache_queries_tokens\x18\r \x01(\x04\x12$\n\x1cnum_prefix_cache_hits_tokens\x18\x0e \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0f \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x10 \x01(\x01\x12,\n\x05peers\x18\x11 \x03(\x0b\x32\x1d.biphase.rpc.v1.PeerTransport\x12:\n\x08\x63ounters\x18\x12 \x03(\x0b\x32(.biphase.rpc.v1.NodeStatus.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"e\n\rPeerTransport\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x1c\n\x14gigabytes_per_second\x18\x03 \x01(\x01\x12\x12\n\nbytes_read\x18\x04 \x01(\x04\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"\x0f\n\rDrainResponse2\xdc\x01\n\x04Node\x12\x43\n\x07GetInfo\x12\x1e.biphase.rpc.v1.GetInfoRequest\x1a\x18.biphase.rpc.v1.NodeInfo\x12I\n\tGetStatus\x12 .biphase.rpc.v1.GetStatusRequest\x1a\x1a.biphase.rpc.v1.NodeStatus\x12\x44\n\x05\x44rain\x12\x1c.biphase.rpc.v1.DrainRequest\x1a\x1d.biphase.rpc.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62iphase/rpc/v1/node.proto\x12\x0e\x62iphase.rpc.v1\x1a\x1b\x62iphase/rpc/v1/common.proto\"\x10\n\x0eGetInfoRequest\"\xbf\x02\n\x08NodeInfo\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12(\n\x06layout\x18\x07 \x01(\x0b\x32\x18.biphase.rpc.v1.KVLayout\x12(\n\x05model\x18\x08 \x01(\x0b\x32\x19.biphase.rpc.v1.ModelInfo\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\r\x12\x32\n\x08\x65ndpoint\x18\x0c \x01(\x0b\x32 .biphase.rpc.v1.TransferEndpoint\"\xa1\x01\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cserved_names\x18\x02 \x03(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1c\n\x14max_model_len_tokens\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x06 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\"\x12\n\x10GetStatusRequest\"\xe6\x04\n\nNodeStatus\x12\r\n\x05state\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\x12\x19\n\x11num_leased_blocks\x18\x05 \x01(\r\x12\x1b\n\x13num_draining_blocks\x18\x06 \x01(\r\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12!\n\x19num_waiting_for_remote_kv\x18\t \x01(\r\x12!\n\x19num_queued_prefill_tokens\x18\n \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\x0b \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_step_seconds\x18\x0c \x01(\x01\x12\'\n\x1fnum_prefix_cache_queries_tokens\x18\r \x01(\x04\x12$\n\x1cnum_prefix_cache_hits_tokens\x18\x0e \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0f \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x10 \x01(\x01\x12,\n\x05peers\x18\x11 \x03(\x0b\x32\x1d.biphase.rpc.v1.PeerTransport\x12:\n\x08\x63ounters\x18\x12 \x03(\x0b\x32(.biphase.rpc.v1.NodeStatus.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"e\n\rPeerTransport\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x1c\n\x14gigabytes_per_second\x18\x03 \x01(\x01\x12\x12\n\nbytes_read\x18\x04 \x01(\x04\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"\x0f\n\rDrainResponse2\xdc\x01\n\x04Node\x12\x43\n\x07GetInfo\x12\x1e.biphase.rpc.v1.GetInfoRequest\x1a\x18.biphase.rpc.v1.NodeInfo\x12I\n\tGetStatus\x12 .biphase.rpc.v1.GetStatusRequest\x1a\x1a.biphase.rpc.v1.NodeStatus\x12\x44\n\x05\x44rain\x12\x1c.biphase.rpc.v1.DrainRequest\x1a\x1d.biphase.rpc.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,19 +39,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEINFO']._serialized_start=93
   _globals['_NODEINFO']._serialized_end=412
   _globals['_MODELINFO']._serialized_start=415
-  _globals['_MODELINFO']._serialized_end=550
-  _globals['_GETSTATUSREQUEST']._serialized_start=552
-  _globals['_GETSTATUSREQUEST']._serialized_end=570
-  _globals['_NODESTATUS']._serialized_start=573
-  _globals['_NODESTATUS']._serialized_end=1187
-  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_start=1140
-  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_end=1187
-  _globals['_PEERTRANSPORT']._serialized_start=1189
-  _globals['_PEERTRANSPORT']._serialized_end=1290
-  _globals['_DRAINREQUEST']._serialized_start=1292
-  _globals['_DRAINREQUEST']._serialized_end=1331
-  _globals['_DRAINRESPONSE']._serialized_start=1333
-  _globals['_DRAINRESPONSE']._serialized_end=1348
-  _globals['_NODE']._serialized_start=1351
-  _globals['_NODE']._serialized_end=1571
+  _globals['_MODELINFO']._serialized_end=576
+  _globals['_GETSTATUSREQUEST']._serialized_start=578
+  _globals['_GETSTATUSREQUEST']._serialized_end=596
+  _globals['_NODESTATUS']._serialized_start=599
+  _globals['_NODESTATUS']._serialized_end=1213
+  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_start=1166
+  _globals['_NODESTATUS_COUNTERSENTRY']._serialized_end=1213
+  _globals['_PEERTRANSPORT']._serialized_start=1215
+  _globals['_PEERTRANSPORT']._serialized_end=1316
+  _globals['_DRAINREQUEST']._serialized_start=1318
+  _globals['_DRAINREQUEST']._serialized_end=1357
+  _globals['_DRAINRESPONSE']._serialized_start=1359
+  _globals['_DRAINRESPONSE']._serialized_end=1374
+  _globals['_NODE']._serialized_start=1377
+  _globals['_NODE']._serialized_end=1597
 # @@protoc_insertion_point(module_scope)

@@ -40,20 +40,22 @@ class NodeInfo(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., version: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., endpoint: _Optional[_Union[_common_pb2.TransferEndpoint, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model", "served_names", "vocab_size", "max_model_len_tokens", "dtype", "architecture")
+    __slots__ = ("model", "served_names", "vocab_size", "max_model_len_tokens", "dtype", "architecture", "tokenizer_digest")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SERVED_NAMES_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     model: str
     served_names: _containers.RepeatedScalarFieldContainer[str]
     vocab_size: int
     max_model_len_tokens: int
     dtype: str
     architecture: str
-    def __init__(self, model: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., architecture: _Optional[str] = ...) -> None: ...
+    tokenizer_digest: str
+    def __init__(self, model: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., architecture: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

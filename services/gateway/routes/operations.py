@@ -26,7 +26,8 @@ def routes(gateway: Gateway) -> APIRouter:
     @router.post("/ping", include_in_schema=False)
     async def health() -> Response:
         if not gateway.is_serving:
-            raise UnavailableError("The gateway is draining." if gateway.draining else "No decode worker is available.")
+            why = "The gateway is draining." if gateway.draining else gateway.nodes.why_none("decode")
+            raise UnavailableError(why)
         return Response(status_code=200)
 
     @router.get("/version", summary="Version")
@@ -106,6 +107,7 @@ def _node(node: Node) -> dict[str, Any]:
         "address": node.address,
         "incarnation": info.incarnation,
         "state": node.state,
+        "refused": node.refused or None,
         "version": info.version,
         "namespace": info.layout.namespace.hex(),
         "kv_dtype": info.layout.kv_dtype,

@@ -19,6 +19,7 @@ from services.gateway.server import GatewayServer, make_server, open_socket
 from services.gateway.settings import GATEWAY_FLAGS, GatewaySettings
 from tests.fakes import FakeDecode
 
+TOKENIZER_DIGEST = "d" * 64
 TEXT = " Paris is the capital of France, and it has been so for a very long time."
 
 
@@ -108,7 +109,7 @@ async def running_gateway(
         overrides["decode_nodes"] = tuple(worker.address for worker in workers if worker.role == "decode")
         overrides["prefill_nodes"] = tuple(worker.address for worker in workers if worker.role == "prefill")
     settings = gateway_settings(**overrides)
-    gateway = Gateway(settings, loaded, settings.served_model_name, "smol")
+    gateway = Gateway(settings, loaded, settings.served_model_name, "smol", TOKENIZER_DIGEST)
     listener = open_socket("127.0.0.1", 0)
     port = listener.getsockname()[1]
     gateway.address = f"127.0.0.1:{port}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from biphase.rpc.v1 import common_pb2
 from tests.fakes import FakeDecode
-from tests.services.gateway.conftest import StartGateway
+from tests.services.gateway.conftest import TOKENIZER_DIGEST, StartGateway
 
 Says = Callable[..., FakeDecode]
 
@@ -144,3 +144,22 @@ async def test_cors(start_gateway: StartGateway, says: Says) -> None:
     assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "*"
     refused = await running.client.get("/v1/models", headers={"Origin": "http://app.example"})
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "*"
+
+
+async def test_a_worker_with_another_tokenizer_gets_no_work(start_gateway: StartGateway, says: Says) -> None:
+    odd, same = await says(tokenizer_digest="e" * 64).start(), says(tokenizer_digest=TOKENIZER_DIGEST)
+    alone = await start_gateway(redis_url="")
+    alone.gateway.nodes.add_static([odd.address])
+    await alone.settle(lambda: bool(alone.gateway.nodes.nodes[0].refused))
+    for response in (await alone.chat(), await alone.client.get("/health")):
+        assert response.status_code == 503
+        assert f"{odd.node_id} is refused, since its tokenizer (eeeeeeeeeeee) is not" in response.text
+    (node,) = (await alone.client.get("/status")).json()["nodes"]
+    assert node["state"] == "refused" and "--model" in node["refused"]
+    both = await start_gateway(same)
+    both.gateway.nodes.add_static([odd.address])
+    await both.settle(lambda: len(both.gateway.nodes.nodes) == 2)
+    for _ in range(4):
+        assert (await both.chat()).status_code == 200
+    assert odd.seen == []
+    await odd.stop()
