@@ -94,7 +94,7 @@ COMMON_FLAGS = (
     Flag("ready-fd", non_negative, None, "file descriptor that gets one JSON line when the service is ready"),
     Flag("host", str, "127.0.0.1", "address to listen on; workers stay on loopback unless told"),
     Flag("port", non_negative, 0, "port to listen on; 0 takes a free one"),
-    Flag("node-id", str, "", "name in the registry; default: role and process id"),
+    Flag("node-id", str, "", "name in the registry; default: role, host and process id"),
     Flag(
         "redis-url",
         str,

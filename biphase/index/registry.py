@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -26,6 +28,11 @@ TTL_SECONDS = 5.0
 _LEFT = "left"
 # Ids of nodes that never said goodbye are forgotten after this long.
 _FORGET_SECONDS = 3600.0
+
+
+def default_node_id(role: str) -> NodeId:
+    """A name that no other process of the cluster has. In containers each is process 1, so the host's name is in it."""
+    return NodeId(f"{role}-{socket.gethostname()}-{os.getpid()}")
 
 
 def new_incarnation() -> str:

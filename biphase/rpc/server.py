@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 
@@ -28,8 +29,29 @@ Registration = Callable[[grpc.aio.Server], None]
 
 
 def reachable_host(host: str) -> str:
-    """The host that peers use for what listens on `host`: this machine's name where that is a wildcard."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "[::]") else host
+    """The host that peers use for what listens on `host`: where that is a wildcard, this machine's address.
+
+    The address rather than the name, since a container's name means nothing to most others; the name where it stands
+    for loopback only, as Debian's /etc/hosts has it, in the hope that peers know it better.
+    """
+    if host not in ("0.0.0.0", "::", "[::]"):
+        return host
+    name = socket.gethostname()
+    family = socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC
+    try:
+        found = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
+    except OSError:
+        return name
+    for *_, address in found:
+        ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
+        if not (ip.is_loopback or ip.is_link_local):
+            return str(ip)
+    return name
+
+
+def join_address(host: str, port: int) -> str:
+    """ "host:port", with brackets around an IPv6 address that has none yet."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 class RpcServer:
@@ -62,13 +84,13 @@ class RpcServer:
         for register in registrations:
             register(server)
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: it is taken or not an address of this host") from error
         if bound == 0:
             raise ConfigError(f"cannot listen on {host}:{port}: it is taken or not an address of this host")
         await server.start()
-        rpc = cls(server, health, f"{advertise_host or reachable_host(host)}:{bound}")
+        rpc = cls(server, health, join_address(advertise_host or reachable_host(host), bound))
         await rpc.set_serving(False)
         return rpc
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from dataclasses import replace
 from biphase.cache.hashing import root_hash
 from biphase.engine import Engine
 from biphase.errors import BiphaseError, InvalidRequestError, UnavailableError
-from biphase.index.registry import NodeLoad, NodeRecord, new_incarnation
+from biphase.index.registry import NodeLoad, NodeRecord, default_node_id, new_incarnation
 from biphase.request import BlockHash, NodeId, Request, RequestId
 from biphase.rpc.client import ChannelPool
 from biphase.rpc.node import NodeServicer
@@ -51,7 +50,7 @@ class Worker:
         self.role = role
         self.settings = settings
         self.core = core
-        self.node_id = NodeId(settings.node_id or f"{role}-{os.getpid()}")
+        self.node_id = NodeId(settings.node_id) if settings.node_id else default_node_id(role)
         self.incarnation = new_incarnation()
         self.pool = core.pool
         self.manager = core.manager

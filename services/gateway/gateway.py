@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from biphase import __version__
 from biphase.errors import UnavailableError
 from biphase.index.connection import REDIS_FAILURES, connect
-from biphase.index.registry import NodeRecord, new_incarnation
+from biphase.index.registry import NodeRecord, default_node_id, new_incarnation
 from biphase.request import NodeId
 from biphase.rpc.client import ChannelPool
 from biphase.telemetry.events import event_logger
@@ -68,7 +68,7 @@ class Gateway:
     ) -> None:
         self.settings = settings
         self.incarnation = new_incarnation()
-        self.node_id = settings.node_id or f"gateway-{os.getpid()}"
+        self.node_id = settings.node_id or default_node_id("gateway")
         self.model = ServedModel(
             loaded,
             names,

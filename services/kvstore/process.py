@@ -25,6 +25,7 @@ from biphase.index.registry import (
     Registry,
     RegistryWatch,
     TransferAddress,
+    default_node_id,
     keep_alive,
     new_incarnation,
 )
@@ -52,7 +53,7 @@ class StoreProcess:
 
     def __init__(self, settings: KvstoreSettings) -> None:
         self._settings = settings
-        self.node_id = NodeId(settings.node_id or f"kvstore-{os.getpid()}")
+        self.node_id = NodeId(settings.node_id) if settings.node_id else default_node_id("kvstore")
         self.incarnation = new_incarnation()
         self._redis = connect(settings.redis_url) if settings.redis_url else None
         self._registry = Registry(self._redis, settings.cluster) if self._redis is not None else None

@@ -19,6 +19,7 @@ from typing import Any
 from biphase.cache.block_pool import BlockPool
 from biphase.cache.memory import BlockMemory, SharedGenerations
 from biphase.request import BlockHash
+from biphase.rpc.server import reachable_host
 from biphase.telemetry.events import event_logger
 from biphase.transfer.channels import Handle
 from biphase.transfer.endpoint import Endpoint
@@ -98,7 +99,7 @@ class Region:
         self.leases = LeaseTable(self.pool, settings.lease_seconds)
         self.server = BlockServer(
             self.memory, self.pool, layout, identity.node_id, identity.incarnation, self.leases, settings.host,
-            generations=self._generations, transports=settings.transports,
+            advertise_host=reachable_host(settings.host), generations=self._generations, transports=settings.transports,
         )  # fmt: skip
         self.endpoint = self.server.endpoint.to_proto()
         self.reader = BlockReader(
