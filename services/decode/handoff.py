@@ -9,6 +9,7 @@ decoding starts before every block is in and verified.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,8 +56,19 @@ class HandoffCounts:
 class Handoff:
     """One request's hand-off. `run` once, after the engine reserved the blocks."""
 
-    def __init__(self, worker: Worker, request: Request, candidates: Sequence[decode_pb2.PrefillCandidate]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        request: Request,
+        candidates: Sequence[decode_pb2.PrefillCandidate],
+        deadline: float | None = None,
+    ) -> None:
+        """
+        Args:
+            deadline: of the whole request, monotonic seconds; None: there is none.
+        """
         self._worker = worker
+        self._deadline = deadline
         self._request = request
         self._candidates = candidates
         self._token_ids = request.all_token_ids
@@ -149,6 +161,10 @@ class Handoff:
         report.queue_seconds += done.queue_seconds
         report.prefill_seconds = done.prefill_seconds
 
+    def remaining_seconds(self) -> float | None:
+        """What is left of the request's time; the prefill worker gets no more."""
+        return None if self._deadline is None else max(0.001, self._deadline - time.monotonic())
+
     def message(self, num_held_tokens: int) -> prefill_pb2.PrefillRequest:
         worker, request = self._worker, self._request
         return prefill_pb2.PrefillRequest(
@@ -182,6 +198,7 @@ class _Attempt:
         self._worker = handoff._worker
         self._candidate = candidate
         self._collector = collector
+        self._endpoint: Endpoint | None = None
         self._reads: set[asyncio.Future[ReadResult]] = set()
         self._error: BiphaseError | None = None
 
@@ -192,16 +209,24 @@ class _Attempt:
         """
         channel = self._worker.channels.get(self._candidate.address)
         stub = prefill_pb2_grpc.PrefillStub(channel)
-        call = stub.Prefill(self._handoff.message(self._collector.num_full_tokens))
+        call = stub.Prefill(
+            self._handoff.message(self._collector.num_full_tokens), timeout=self._handoff.remaining_seconds()
+        )
         try:
             accepted = (await self._next(call)).accepted
+            self._endpoint = Endpoint.from_proto(accepted.endpoint)
             async with HeldLease(channel, accepted.lease_id, accepted.lease_seconds) as lease:
-                done = await self._collect(call, Endpoint.from_proto(accepted.endpoint), lease)
+                done = await self._collect(call, self._endpoint, lease)
                 self._collector.commit(done.num_tokens, done.chain_hash)
                 started = time.monotonic()
-                await self._all_read()
+                await self._all_read(lease)
                 self._handoff.exposed(time.monotonic() - started)
                 return done
+        except UnavailableError:
+            # Nobody is there any more: what is still being read from there would only run into its deadline.
+            if self._endpoint is not None and self._are_posted():
+                self._worker.reader.drop(self._endpoint)
+            raise
         finally:
             call.cancel()
 
@@ -251,7 +276,7 @@ class _Attempt:
         if self._error is not None:
             raise self._error
         if lease is not None and lease.lost:
-            raise TransferFailedError(f"{node_id} no longer answers for its lease")
+            raise UnavailableError(f"{node_id} no longer answers for its lease")
         if self._worker.cluster.is_gone(NodeId(node_id), self._candidate.incarnation):
             raise UnavailableError(f"{node_id} is gone from the registry")
         if time.monotonic() > deadline:
@@ -266,9 +291,14 @@ class _Attempt:
         if result.error is not None and self._error is None:
             self._error = result.error
 
-    async def _all_read(self) -> None:
-        if self._reads:
-            await asyncio.wait(self._reads)
+    def _are_posted(self) -> bool:
+        return not all(read.done() for read in self._reads)
+
+    async def _all_read(self, lease: HeldLease) -> None:
+        while self._are_posted():
+            await asyncio.wait(self._reads, timeout=_LOOK_SECONDS)
+            if self._are_posted():
+                self._look(lease, math.inf, 0.0)
         if self._error is not None:
             raise self._error
         if not self._collector.is_complete:

@@ -44,7 +44,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         request = self._parse(message)
         with worker.accept(request):
             await worker.prepare(request)
-            async for answer in self._run(request, list(message.prefill_candidates), message.local_prefill_reason):
+            remaining = context.time_remaining()
+            deadline = None if remaining is None else time.monotonic() + remaining
+            async for answer in self._run(request, message, deadline):
                 yield answer
 
     def _parse(self, message: decode_pb2.GenerateRequest) -> Request:
@@ -63,16 +65,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         )
 
     async def _run(
-        self, request: Request, candidates: list[decode_pb2.PrefillCandidate], local_reason: str
+        self, request: Request, message: decode_pb2.GenerateRequest, deadline: float | None
     ) -> AsyncIterator[decode_pb2.GenerateResponse]:
         worker = self._worker
+        candidates = list(message.prefill_candidates)
         queue: EventQueue = asyncio.Queue()
         pins = IoPins(worker.pool)
-        mode = choose_prefill_mode(worker, request, candidates, local_reason)
+        mode = choose_prefill_mode(worker, request, candidates, message.local_prefill_reason)
         # Decode fetches a shared prefix for itself only where it also computes the rest.
         plan = None if mode.remote else worker.prefixes.plan(request)
         request.awaits_kv = mode.remote or plan is not None
-        handoff = Handoff(worker, request, candidates) if mode.remote else None
+        handoff = Handoff(worker, request, candidates, deadline) if mode.remote else None
         loading: asyncio.Task[None] | None = None
         report = common_pb2.RequestReport(
             prefill_mode="remote" if mode.remote else "local",
