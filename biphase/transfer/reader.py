@@ -56,6 +56,8 @@ class BlockReader:
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._peers: dict[Endpoint, Peer] = {}
+        # Dropped, and on their way out.
+        self._ending: set[Peer] = set()
         self._closed = False
 
     def read(
@@ -96,6 +98,18 @@ class BlockReader:
             # Its thread was just ending for lack of work: the next round makes a new one.
             self._forget(peer)
 
+    def drop(self, endpoint: Endpoint) -> None:
+        """Gives up a holder that is known not to answer any more: reads from it fail now, not at their deadlines.
+
+        A later read connects anew.
+        """
+        with self._lock:
+            peer = self._peers.pop(endpoint, None)
+            if peer is not None:
+                self._ending.add(peer)
+        if peer is not None:
+            peer.close()
+
     def peers(self) -> list[PeerStats]:
         """One entry per holder with a thread."""
         with self._lock:
@@ -106,7 +120,7 @@ class BlockReader:
         """Ends reads in progress with TransferFailedError and all threads. Idempotent."""
         with self._lock:
             self._closed = True
-            peers = list(self._peers.values())
+            peers = [*self._peers.values(), *self._ending]
         for peer in peers:
             peer.close()
         for peer in peers:
@@ -114,5 +128,6 @@ class BlockReader:
 
     def _forget(self, peer: Peer) -> None:
         with self._lock:
+            self._ending.discard(peer)
             if self._peers.get(peer.endpoint) is peer:
                 del self._peers[peer.endpoint]

@@ -17,6 +17,9 @@ from biphase.transfer.channels import ReadResult
 log = event_logger(__name__)
 
 _RELEASE_SECONDS = 5.0
+# A renewal is quick or lost; one that was lost is tried again soon.
+_RENEW_SECONDS = 2.0
+_RETRY_SECONDS = 0.5
 
 
 async def reads_ended(reads: Iterable[asyncio.Future[ReadResult]]) -> None:
@@ -65,10 +68,11 @@ class HeldLease:
     async def _renew_forever(self) -> None:
         failures = 0
         interval = self._lease_seconds / 3
+        timeout = min(interval, _RENEW_SECONDS)
         while not self.lost:
-            await asyncio.sleep(interval)
+            await asyncio.sleep(_RETRY_SECONDS if failures else interval)
             try:
-                answer = await self._stub.Renew(blocks_pb2.RenewRequest(lease_ids=[self.lease_id]), timeout=interval)
+                answer = await self._stub.Renew(blocks_pb2.RenewRequest(lease_ids=[self.lease_id]), timeout=timeout)
             except grpc.aio.AioRpcError as error:
                 failures += 1
                 log.warning("lease_renewal_failed", lease_id=self.lease_id, status=error.code().name)

@@ -174,6 +174,20 @@ def test_closing_ends_a_stuck_read(broken: Broken) -> None:
     assert isinstance(future.result(0).error, TransferFailedError) and time.monotonic() - start < 1
 
 
+def test_a_holder_that_is_given_up_fails_its_reads_at_once(broken: Broken) -> None:
+    broken.proxy.arm(Fault(FaultKind.DROP))
+    requests = broken.destination.requests(ALL)
+    futures = [
+        broken.destination.reader.read(broken.endpoint, broken.holder.lease_id, requests, 60.0) for _ in range(3)
+    ]
+    time.sleep(0.2)
+    start = time.monotonic()
+    broken.destination.reader.drop(broken.endpoint)
+    assert all(isinstance(future.result(1).error, TransferFailedError) for future in futures)
+    assert time.monotonic() - start < 1
+    assert broken.read(ALL).error is None, "it is connected to anew when it is needed again"
+
+
 def test_a_generation_that_moves_while_its_block_is_sent_is_stale(broken: Broken) -> None:
     class MovesAfterCheck:
         """What the trailer reads is one more than what was compared before, for block 3."""
