@@ -129,6 +129,13 @@ class IndexView:
                 lengths[node_id] = length
         return sorted(lengths.items(), key=lambda found: (-found[1], found[0]))
 
+    def leading_blocks(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
+        """Incarnation -> leading blocks of a chain that this life of a holder has; those with none are absent."""
+        live, holders = self._live, self._holders
+        return {
+            holders[live[slot]].incarnation: length for slot, length in self._prefix_lengths(hashes).items() if length
+        }
+
     def plan(self, hashes: Sequence[BlockHash], exclude: Collection[NodeId] = ()) -> list[Span]:
         """Covers the longest leading part of a chain that some holders have together, with few holders.
 

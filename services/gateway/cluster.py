@@ -64,10 +64,7 @@ class Cluster:
     def num_leading_blocks(self, hashes: Sequence[BlockHash]) -> Mapping[str, int]:
         found: dict[str, int] = {}
         for view in self._views.values():
-            for node_id, length in view.longest_chain(hashes):
-                position = view.position(node_id)
-                if position is not None:
-                    found[position.incarnation] = length
+            found |= view.leading_blocks(hashes)
         return found
 
     def _follow_namespaces(self, records: Sequence[NodeRecord]) -> None:

@@ -34,6 +34,7 @@ from services.gateway.response_store import ResponseStore
 from services.gateway.routing.policies import policy_named
 from services.gateway.routing.router import Router
 from services.gateway.routing.speculation import SpeculativeHolders
+from services.gateway.routing.waiting import WaitingLine
 from services.gateway.settings import GatewaySettings
 from services.gateway.sse import SlowReaders
 
@@ -108,7 +109,8 @@ class Gateway:
             max_busy_local_tokens=settings.max_busy_local_tokens,
             observe=lambda decision: self.metrics.routed(policy.name, decision.reason),
         )
-        self.queue = AdmissionQueue(self.router, max_waiting=settings.max_queue, prefill_rate=self._prefill_rate)
+        line = WaitingLine(self.router, max_waiting=settings.max_queue, prefill_rate=self._prefill_rate)
+        self.queue = AdmissionQueue(line)
         self.nodes.on_change = self.queue.wake
         self.dispatcher = Dispatcher(
             self.channels, self.queue, max_retries=settings.max_retries, on_move=self.metrics.moved

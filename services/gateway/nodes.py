@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -20,70 +19,12 @@ from biphase.rpc.client import ChannelPool
 from biphase.rpc.v1 import node_pb2, node_pb2_grpc
 from biphase.telemetry.events import event_logger
 from services.gateway.domain import Limits
+from services.gateway.node import TOLERATED_PROBES, Node
 
 log = event_logger(__name__)
 
 PROBE_SECONDS = 1.0
 _PROBE_TIMEOUT_SECONDS = 2.0
-# So many probes may fail before a node gets no new work.
-_TOLERATED_PROBES = 2
-# After a failed call a node is left alone for so long, unless a probe shows it well.
-_SUSPEND_SECONDS = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One worker as this gateway sees it. `info` is None until it has answered once."""
-
-    address: str
-    info: node_pb2.NodeInfo | None = None
-    status: node_pb2.NodeStatus = field(default_factory=node_pb2.NodeStatus)
-    failed_probes: int = 0
-    suspended_until: float = 0.0
-    # Sequences this gateway has running there, and their uncached prompt tokens still to be computed there.
-    num_in_flight: int = 0
-    num_prefill_tokens_in_flight: int = 0
-    # Why it gets no work whatever its state; "" when there is no reason.
-    refused: str = ""
-    # The registry says that it is on its way out.
-    leaving: bool = False
-
-    @property
-    def node_id(self) -> str:
-        return self.info.node_id if self.info is not None else ""
-
-    @property
-    def role(self) -> str:
-        return self.info.role if self.info is not None else ""
-
-    @property
-    def incarnation(self) -> str:
-        return self.info.incarnation if self.info is not None else ""
-
-    @property
-    def namespace(self) -> bytes:
-        return self.info.layout.namespace if self.info is not None else b""
-
-    @property
-    def block_size(self) -> int:
-        return self.info.layout.block_size_tokens if self.info is not None else 0
-
-    @property
-    def state(self) -> str:
-        if self.info is None or self.failed_probes > _TOLERATED_PROBES:
-            return "unreachable"
-        if self.refused:
-            return "refused"
-        return "draining" if self.leaving else self.status.state or "starting"
-
-    def is_usable(self, now: float) -> bool:
-        """Whether new work may go there."""
-        return self.info is not None and self.state == "ready" and now >= self.suspended_until
-
-    def suspend(self) -> None:
-        """A call to it failed: leave it alone until it has answered a probe, or for a moment."""
-        self.suspended_until = time.monotonic() + _SUSPEND_SECONDS
-        self.failed_probes = max(self.failed_probes, 1)
 
 
 class NodeDirectory:
@@ -151,7 +92,7 @@ class NodeDirectory:
                 await self._probe(node, stub)
             except grpc.aio.AioRpcError as error:
                 node.failed_probes += 1
-                if node.failed_probes == _TOLERATED_PROBES + 1:
+                if node.failed_probes == TOLERATED_PROBES + 1:
                     reason = error.code().name
                     log.warning("node_unreachable", node=node.node_id, address=node.address, reason=reason)
                     # Whoever answers here next may be another process.
@@ -167,7 +108,7 @@ class NodeDirectory:
             if info.incarnation != node.incarnation:
                 log.info("node_found", node=info.node_id, role=info.role, address=node.address,
                          incarnation=info.incarnation)  # fmt: skip
-                node.num_prefill_tokens_in_flight = 0
+                node.forget_prefill()
                 node.refused = self._difference(info)
                 if node.refused:
                     log.error("node_refused", node=info.node_id, role=info.role, address=node.address,

@@ -15,7 +15,7 @@ from biphase import __version__
 from biphase.errors import UnavailableError
 from biphase.rpc.v1 import node_pb2
 from services.gateway.gateway import Gateway
-from services.gateway.nodes import Node
+from services.gateway.node import Node
 
 
 def routes(gateway: Gateway) -> APIRouter:
@@ -23,7 +23,7 @@ def routes(gateway: Gateway) -> APIRouter:
 
     @router.get("/health", summary="200 when requests can be served")
     @router.get("/ping", summary="The same, for SageMaker")
-    @router.post("/ping", include_in_schema=False)
+    @router.post("/ping", summary="The same, for those who post")
     async def health() -> Response:
         if not gateway.is_serving:
             why = "The gateway is draining." if gateway.draining else gateway.nodes.why_none("decode")
@@ -130,6 +130,7 @@ def _node(node: Node) -> dict[str, Any]:
         "preemptions": status.num_preemptions,
         "uptime_seconds": round(status.uptime_seconds, 1),
         "in_flight": node.num_in_flight,
+        "counters": dict(sorted(status.counters.items())),
         "peers": [
             {
                 "id": peer.node_id,

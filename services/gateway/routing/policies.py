@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import nsmallest
 
 from services.gateway.routing.policy import Decision, NodeView, RouteRequest, RoutingPolicy
 
@@ -18,43 +19,47 @@ _FULL_POOL_SECONDS = 2.0
 MAX_PREFILL_CANDIDATES = 3
 
 
-def _rate(node: NodeView) -> float:
-    return node.prefill_tokens_per_second or _DEFAULT_PREFILL_RATE
-
-
 def prefill_cost_seconds(node: NodeView, request: RouteRequest) -> float:
     """Computing what is cached nowhere, behind what is queued, and reading what others hold."""
-    cached = min(node.num_cached_tokens, request.num_tokens)
-    fetched = max(0, min(request.num_fetchable_tokens, request.num_tokens) - cached)
-    rate = _rate(node)
-    uncached = request.num_tokens - cached - fetched
-    return (uncached + node.num_queued_prefill_tokens) / rate + fetched / (rate * _FETCH_RATE_FACTOR)
+    cached = request.num_cached_tokens.get(node.incarnation, 0)
+    fetched = request.num_fetchable_tokens - cached
+    rate = node.prefill_tokens_per_second or _DEFAULT_PREFILL_RATE
+    if fetched <= 0:
+        return (request.num_tokens - cached + node.num_queued_prefill_tokens) / rate
+    uncached = request.num_tokens - request.num_fetchable_tokens
+    return (uncached + node.num_queued_prefill_tokens + fetched / _FETCH_RATE_FACTOR) / rate
 
 
 def decode_cost_seconds(node: NodeView, request: RouteRequest) -> float:
     """Load in running and waiting requests and in blocks, and the tokens that must be moved there."""
-    moved = request.num_tokens - min(node.num_cached_tokens, request.num_tokens)
-    share = node.used_block_share
+    moved = request.num_tokens - request.num_cached_tokens.get(node.incarnation, 0)
+    rate = node.prefill_tokens_per_second or _DEFAULT_PREFILL_RATE
     return (
         node.num_running * _RUNNING_SECONDS
         + node.num_waiting * _WAITING_SECONDS
         # A pool that is nearly full will preempt; half full is no reason to avoid it.
-        + share**4 * _FULL_POOL_SECONDS
-        + moved / (_rate(node) * _FETCH_RATE_FACTOR)
+        + node.used_block_share**4 * _FULL_POOL_SECONDS
+        + moved / (rate * _FETCH_RATE_FACTOR)
     )
 
 
 class _Spread:
-    """Breaks ties in turn, so that equal nodes get equal shares."""
+    """Orders nodes by cost. Equals: by what they were given so far, then in turn, so that each gets its share."""
 
     def __init__(self) -> None:
         self._turn = 0
 
-    def ordered(self, nodes: Sequence[NodeView], costs: Sequence[float]) -> list[int]:
-        """Places of `nodes`, cheapest first."""
+    def cheapest(self, nodes: Sequence[NodeView], costs: Sequence[float], count: int) -> list[int]:
+        """Places of the `count` cheapest, cheapest first."""
         self._turn += 1
-        count = len(nodes)
-        return sorted(range(count), key=lambda place: (round(costs[place], 6), (place - self._turn) % count))
+        turn, total = self._turn, len(nodes)
+        ranks = [
+            (round(cost, 6), node.num_tokens_given, (place - turn) % total, place)
+            for place, (node, cost) in enumerate(zip(nodes, costs, strict=True))
+        ]
+        if count == 1:
+            return [min(ranks)[-1]]
+        return [rank[-1] for rank in nsmallest(count, ranks)]
 
 
 class CostPolicy:
@@ -66,25 +71,24 @@ class CostPolicy:
         self._decode_ties, self._prefill_ties = _Spread(), _Spread()
 
     def choose(self, request: RouteRequest, decodes: Sequence[NodeView], prefills: Sequence[NodeView]) -> Decision:
+        cached = request.num_cached_tokens
         decode_costs = [decode_cost_seconds(node, request) for node in decodes]
-        best = self._decode_ties.ordered(decodes, decode_costs)[0]
-        numbers = {"decode_cost_seconds": decode_costs[best], "decode_cached_tokens": decodes[best].num_cached_tokens}
+        (best,) = self._decode_ties.cheapest(decodes, decode_costs, 1)
+        decode = decodes[best].incarnation
+        numbers = {"decode_cost_seconds": decode_costs[best], "decode_cached_tokens": cached.get(decode, 0)}
         if not prefills:
-            return Decision(decodes[best].node_id, (), "no_prefill_worker", numbers)
+            return Decision(decode, (), "no_prefill_worker", numbers)
         prefill_costs = [prefill_cost_seconds(node, request) for node in prefills]
-        order = self._prefill_ties.ordered(prefills, prefill_costs)
-        first = order[0]
+        order = self._prefill_ties.cheapest(prefills, prefill_costs, MAX_PREFILL_CANDIDATES)
+        chosen = tuple(prefills[place].incarnation for place in order)
         numbers |= {
-            "prefill_cost_seconds": prefill_costs[first],
-            "prefill_cached_tokens": prefills[first].num_cached_tokens,
+            "prefill_cost_seconds": prefill_costs[order[0]],
+            "prefill_cached_tokens": cached.get(chosen[0], 0),
             "fetchable_tokens": request.num_fetchable_tokens,
         }
-        others = [cost for place, cost in enumerate(prefill_costs) if place != first]
-        if others:
-            numbers["next_prefill_cost_seconds"] = min(others)
-        reason = "cached" if prefills[first].num_cached_tokens else "cheapest"
-        chosen = tuple(prefills[place].node_id for place in order[:MAX_PREFILL_CANDIDATES])
-        return Decision(decodes[best].node_id, chosen, reason, numbers)
+        if len(order) > 1:
+            numbers["next_prefill_cost_seconds"] = prefill_costs[order[1]]
+        return Decision(decode, chosen, "cached" if chosen[0] in cached else "cheapest", numbers)
 
 
 class RoundRobinPolicy:
@@ -97,9 +101,9 @@ class RoundRobinPolicy:
 
     def choose(self, request: RouteRequest, decodes: Sequence[NodeView], prefills: Sequence[NodeView]) -> Decision:
         self._turn += 1
-        turned = [prefills[(self._turn + place) % len(prefills)].node_id for place in range(len(prefills))]
-        decode = decodes[self._turn % len(decodes)].node_id
-        return Decision(decode, tuple(turned[:MAX_PREFILL_CANDIDATES]), "round_robin")
+        count = min(len(prefills), MAX_PREFILL_CANDIDATES)
+        chosen = tuple(prefills[(self._turn + place) % len(prefills)].incarnation for place in range(count))
+        return Decision(decodes[self._turn % len(decodes)].incarnation, chosen, "round_robin")
 
 
 class LeastLoadedPolicy:
@@ -112,11 +116,14 @@ class LeastLoadedPolicy:
 
     def choose(self, request: RouteRequest, decodes: Sequence[NodeView], prefills: Sequence[NodeView]) -> Decision:
         loads = [float(node.num_running + node.num_waiting) for node in decodes]
-        best = self._decode_ties.ordered(decodes, loads)[0]
-        queues = [node.num_queued_prefill_tokens / _rate(node) for node in prefills]
-        order = self._prefill_ties.ordered(prefills, queues)
-        chosen = tuple(prefills[place].node_id for place in order[:MAX_PREFILL_CANDIDATES])
-        return Decision(decodes[best].node_id, chosen, "least_loaded", {"decode_load": loads[best]})
+        (best,) = self._decode_ties.cheapest(decodes, loads, 1)
+        queues = [
+            node.num_queued_prefill_tokens / (node.prefill_tokens_per_second or _DEFAULT_PREFILL_RATE)
+            for node in prefills
+        ]
+        order = self._prefill_ties.cheapest(prefills, queues, MAX_PREFILL_CANDIDATES)
+        chosen = tuple(prefills[place].incarnation for place in order)
+        return Decision(decodes[best].incarnation, chosen, "least_loaded", {"decode_load": loads[best]})
 
 
 def policy_named(name: str) -> RoutingPolicy:

@@ -9,37 +9,42 @@ from typing import Protocol
 from biphase.request import BlockHash
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class NodeView:
-    """One node's numbers at the moment of choosing. Token and block counts; seconds."""
+    """One node's numbers at the moment of choosing. Token and block counts; seconds. For policies to read only."""
 
-    node_id: str
-    num_running: int
-    num_waiting: int
+    incarnation: str
+    num_running: int = 0
+    num_waiting: int = 0
     # Of all its blocks, the share that requests hold; 0 to 1.
-    used_block_share: float
+    used_block_share: float = 0.0
     # Uncached prompt tokens that wait there, as far as is known.
-    num_queued_prefill_tokens: int
+    num_queued_prefill_tokens: int = 0
     # Measured; 0 when not yet known.
-    prefill_tokens_per_second: float
-    # Leading tokens of this prompt that it holds.
-    num_cached_tokens: int
+    prefill_tokens_per_second: float = 0.0
+    # Uncached prompt tokens that this gateway gave it so far.
+    num_tokens_given: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
     request_id: str
     num_tokens: int
-    # Longest leading run of tokens that any holder (the block store too) has.
+    # Incarnation -> leading tokens of this prompt that the node holds; nodes with none are absent. Block stores too.
+    num_cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    # The longest of these: what any node can read from another.
     num_fetchable_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`prefill_ids` in the order to try, best first; empty: decode prefills itself. `numbers` go into the log."""
+    """Nodes by incarnation. `prefills` in the order to try, best first; empty: decode prefills itself.
 
-    decode_id: str
-    prefill_ids: tuple[str, ...]
+    `numbers` go into the log.
+    """
+
+    decode: str
+    prefills: tuple[str, ...]
     reason: str
     numbers: Mapping[str, float] = field(default_factory=dict)
 

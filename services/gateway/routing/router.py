@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from biphase.cache.hashing import extend_block_hashes, root_hash
 from biphase.request import BlockHash
 from biphase.telemetry.events import event_logger
-from services.gateway.nodes import Node, NodeDirectory
-from services.gateway.routing.policy import Decision, NodeView, PrefixHolders, RouteRequest, RoutingPolicy
+from services.gateway.node import Node
+from services.gateway.routing.policies import MAX_PREFILL_CANDIDATES
+from services.gateway.routing.policy import Decision, PrefixHolders, RouteRequest, RoutingPolicy
 from services.gateway.routing.speculation import SpeculativeHolders
 
 log = event_logger(__name__)
@@ -64,15 +66,14 @@ class Placement:
         self._num_uncached = num_uncached if prefills else 0
         self._freed = freed
         self._held = True
-        decode.num_in_flight += 1
+        decode.give_sequence()
         if prefills:
-            prefills[0].num_prefill_tokens_in_flight += self._num_uncached
+            prefills[0].give_prefill(self._num_uncached)
 
     def prefilled(self) -> None:
         """The first token is there: nothing waits at the prefill worker any more."""
         if self._num_uncached:
-            first = self.prefills[0]
-            first.num_prefill_tokens_in_flight = max(0, first.num_prefill_tokens_in_flight - self._num_uncached)
+            self.prefills[0].take_prefill_back(self._num_uncached)
             self._num_uncached = 0
             self._freed()
 
@@ -80,8 +81,16 @@ class Placement:
         if self._held:
             self._held = False
             self.prefilled()
-            self.decode.num_in_flight -= 1
+            self.decode.take_sequence_back()
             self._freed()
+
+
+class WorkerPools(Protocol):
+    """Who there is; services.gateway.nodes.NodeDirectory is one."""
+
+    def usable(self, role: str, *, namespace: bytes | None = None) -> list[Node]:
+        """Nodes of a role that new work may go to now."""
+        ...
 
 
 class Router:
@@ -95,7 +104,7 @@ class Router:
 
     def __init__(
         self,
-        directory: NodeDirectory,
+        directory: WorkerPools,
         policy: RoutingPolicy,
         *,
         speculation: SpeculativeHolders,
@@ -103,6 +112,7 @@ class Router:
         max_backlog_tokens: int = 0,
         max_busy_local_tokens: int = 0,
         observe: Callable[[Decision], None] = lambda decision: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self._policy = policy
@@ -111,6 +121,7 @@ class Router:
         self._max_backlog_tokens = max_backlog_tokens
         self._max_busy_local_tokens = max_busy_local_tokens
         self._observe = observe
+        self._clock = clock
         # Called whenever a place becomes free.
         self.on_freed: Callable[[], None] = lambda: None
 
@@ -131,7 +142,7 @@ class Router:
         decodes = [
             node
             for node in self._directory.usable("decode")
-            if node.incarnation not in ticket.excluded and node.num_in_flight < _max_sequences(node)
+            if node.incarnation not in ticket.excluded and node.num_in_flight < node.max_num_seqs
         ]
         if not decodes:
             return None
@@ -150,21 +161,20 @@ class Router:
         ready = [node for node in prefills if node.num_prefill_tokens_in_flight < self._backlog_limit(node)]
         if prefills and not ready:
             return None
-        request = RouteRequest(ticket.request_id, num_tokens, max(held.values(), default=0) * block_size)
-        decision = self._policy.choose(
-            request,
-            [_view(node, held, block_size) for node in decodes],
-            [_view(node, held, block_size) for node in ready],
-        )
+        cached = {holder: min(length * block_size, num_tokens) for holder, length in held.items()}
+        request = RouteRequest(ticket.request_id, num_tokens, cached, max(cached.values(), default=0))
+        decision = self._policy.choose(request, [node.view for node in decodes], [node.view for node in ready])
         if busy:
             decision = replace(decision, reason=PREFILL_BUSY)
-        decode = next(node for node in decodes if node.node_id == decision.decode_id)
-        by_id = {node.node_id: node for node in ready}
-        chosen = [by_id[node_id] for node_id in decision.prefill_ids]
-        chosen += [node for node in prefills if node not in chosen]
+        decode = next(node for node in decodes if node.incarnation == decision.decode)
+        chosen = [next(node for node in ready if node.incarnation == prefill) for prefill in decision.prefills]
+        if len(chosen) < MAX_PREFILL_CANDIDATES:
+            chosen += [node for node in prefills if node not in chosen]
         self._note(ticket, decode, chosen, decision, namespace, block_size)
         best = max((held.get(node.incarnation, 0) for node in (decode, *chosen[:1])), default=0) * block_size
-        return Placement(decode, chosen[:3], decision, max(0, num_tokens - best), lambda: self.on_freed())
+        return Placement(
+            decode, chosen[:MAX_PREFILL_CANDIDATES], decision, max(0, num_tokens - best), lambda: self.on_freed()
+        )
 
     def fits_decode(self, num_uncached: int) -> bool:
         """Whether a prompt is short enough for decode to prefill it while the prefill pool is busy."""
@@ -178,8 +188,7 @@ class Router:
         return min(node.num_prefill_tokens_in_flight for node in prefills) > num_uncached
 
     def _backlog_limit(self, node: Node) -> int:
-        steps = node.info.max_num_batched_tokens if node.info is not None else 0
-        return self._max_backlog_tokens or _BACKLOG_STEPS * max(steps, 1)
+        return self._max_backlog_tokens or _BACKLOG_STEPS * node.max_num_batched_tokens
 
     def _held(self, ticket: Ticket, namespace: bytes, block_size: int) -> Mapping[str, int]:
         hashes = ticket.hashes(namespace, block_size)
@@ -209,27 +218,8 @@ class Router:
             policy=self._policy.name,
             reason=decision.reason,
             decode=decode.node_id,
-            prefill=",".join(node.node_id for node in prefills[:3]) or "none",
+            prefill=",".join(node.node_id for node in prefills[:MAX_PREFILL_CANDIDATES]) or "none",
             num_tokens=len(ticket.token_ids),
-            waited_seconds=round(time.monotonic() - ticket.arrival, 4),
+            waited_seconds=round(self._clock() - ticket.arrival, 4),
             **{name: round(value, 4) for name, value in decision.numbers.items()},
         )
-
-
-def _max_sequences(node: Node) -> int:
-    return (node.info.max_num_seqs if node.info is not None else 0) or 1
-
-
-def _view(node: Node, held: Mapping[str, int], block_size: int) -> NodeView:
-    status = node.status
-    running = status.num_running + status.num_waiting_for_remote_kv
-    return NodeView(
-        node_id=node.node_id,
-        # The status is up to a second old; what this gateway gave since then counts too.
-        num_running=max(running, node.num_in_flight),
-        num_waiting=status.num_waiting,
-        used_block_share=status.num_used_blocks / status.num_blocks if status.num_blocks else 0.0,
-        num_queued_prefill_tokens=max(status.num_queued_prefill_tokens, node.num_prefill_tokens_in_flight),
-        prefill_tokens_per_second=status.prefill_tokens_per_second,
-        num_cached_tokens=held.get(node.incarnation, 0) * block_size,
-    )

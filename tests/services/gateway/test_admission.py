@@ -7,11 +7,13 @@ import pytest
 from biphase.errors import OverloadedError, UnavailableError
 from biphase.rpc.client import ChannelPool
 from biphase.rpc.v1 import common_pb2, node_pb2
-from services.gateway.admission import AGEING_TOKENS_PER_SECOND, AdmissionQueue
-from services.gateway.nodes import Node, NodeDirectory
+from services.gateway.admission import AdmissionQueue
+from services.gateway.node import Node
+from services.gateway.nodes import NodeDirectory
 from services.gateway.routing.policies import policy_named
 from services.gateway.routing.router import Router, Ticket
 from services.gateway.routing.speculation import SpeculativeHolders
+from services.gateway.routing.waiting import AGEING_TOKENS_PER_SECOND, WaitingLine
 
 
 class _Nodes(NodeDirectory):
@@ -29,7 +31,7 @@ class _Nodes(NodeDirectory):
 def one_place() -> tuple[_Nodes, AdmissionQueue]:
     nodes = _Nodes(1)
     router = Router(nodes, policy_named("cost"), speculation=SpeculativeHolders(lifetime_seconds=10))
-    return nodes, AdmissionQueue(router, max_waiting=3, prefill_rate=lambda: 100.0)
+    return nodes, AdmissionQueue(WaitingLine(router, max_waiting=3, prefill_rate=lambda: 100.0))
 
 
 def _ticket(name: str, length: int, **fields: object) -> Ticket:
