@@ -68,6 +68,7 @@ class ServeSettings:
     num_threads: int
     nice: int
     native_kernels: bool
+    enforce_eager: bool
     lease_seconds: float
     max_waiting: int
     api_key: tuple[str, ...]
