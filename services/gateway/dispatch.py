@@ -44,8 +44,9 @@ _MOVABLE = frozenset(
         ErrorCode.CANCELLED,
     }
 )
-# How long a stream that lost its worker waits for any to come back.
+# How long a stream that lost its worker waits for any to come back, and a request that has not begun.
 _REVIVAL_SECONDS = 30.0
+_PATIENCE_SECONDS = 5.0
 _REVIVAL_POLL_SECONDS = 0.1
 
 
@@ -58,10 +59,13 @@ class Dispatcher:
         queue: AdmissionQueue,
         *,
         max_retries: int,
+        expects_decode: Callable[[], bool] = lambda: False,
         on_move: Callable[[str], None] = lambda code: None,
     ) -> None:
         self._channels = channels
         self._max_retries = max_retries
+        # Whether a decode worker was there a moment ago.
+        self.expects_decode = expects_decode
         self._on_move = on_move
         self.queue = queue
         self.num_running = 0
@@ -174,8 +178,9 @@ class SequenceStream:
         self._call = stub.Generate(request, timeout=max(0.001, self._deadline - time.monotonic()))
 
     async def _admitted(self) -> Placement:
-        """A stream that has begun waits a while for a worker to come back; a new request is told at once."""
-        give_up = time.monotonic() + _REVIVAL_SECONDS
+        """A stream that has begun waits a while for a worker to come back; a new request waits a moment, if one was
+        there a moment ago, and else is told at once."""
+        started = time.monotonic()
         while True:
             try:
                 return await self._dispatcher.queue.admit(self._ticket)
@@ -183,7 +188,12 @@ class SequenceStream:
                 if self._refusal is not None and not self._ticket.moved:
                     # Every worker that is there said that it is full.
                     raise self._refusal from None
-                if not self._ticket.moved or time.monotonic() > give_up:
+                waited = time.monotonic() - started
+                if self._ticket.moved:
+                    give_up = waited > _REVIVAL_SECONDS
+                else:
+                    give_up = waited > _PATIENCE_SECONDS or not self._dispatcher.expects_decode()
+                if give_up:
                     raise
             # The one that failed may be the only one there is.
             self._ticket.excluded.clear()

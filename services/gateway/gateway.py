@@ -113,7 +113,11 @@ class Gateway:
         self.queue = AdmissionQueue(line)
         self.nodes.on_change = self.queue.wake
         self.dispatcher = Dispatcher(
-            self.channels, self.queue, max_retries=settings.max_retries, on_move=self.metrics.moved
+            self.channels,
+            self.queue,
+            max_retries=settings.max_retries,
+            expects_decode=lambda: bool(self.nodes.ready_lately("decode")),
+            on_move=self.metrics.moved,
         )
         self.slow_readers = SlowReaders(settings.slow_reader_seconds)
         self.fingerprint = f"biphase-{__version__}-{secrets.token_hex(4)}"

@@ -25,6 +25,8 @@ log = event_logger(__name__)
 
 PROBE_SECONDS = 1.0
 _PROBE_TIMEOUT_SECONDS = 2.0
+# A node that was ready this recently is expected back.
+_LATELY_SECONDS = 5.0
 
 
 class NodeDirectory:
@@ -45,6 +47,8 @@ class NodeDirectory:
         self._nodes: dict[str, Node] = {}
         self._monitors: dict[str, asyncio.Task[None]] = {}
         self._static: list[str] = []
+        # By address: when a node last said that it is ready, and who it was then.
+        self._ready: dict[str, tuple[float, node_pb2.NodeInfo]] = {}
         # Called when a node becomes usable or free; the admission queue looks again then.
         self.on_change: Callable[[], None] = lambda: None
 
@@ -73,6 +77,7 @@ class NodeDirectory:
 
     def _drop(self, address: str) -> None:
         node = self._nodes.pop(address)
+        self._ready.pop(address, None)
         self._monitors.pop(address).cancel()
         log.info("node_gone", node=node.node_id, address=address)
 
@@ -117,6 +122,8 @@ class NodeDirectory:
         node.status = await stub.GetStatus(node_pb2.GetStatusRequest(), timeout=_PROBE_TIMEOUT_SECONDS)
         node.failed_probes = 0
         node.suspended_until = 0.0
+        if node.info is not None and node.state == "ready" and not node.refused:
+            self._ready[node.address] = time.monotonic(), node.info
 
     def _difference(self, info: node_pb2.NodeInfo) -> str:
         """What makes the node useless to this gateway; "" when nothing does."""
@@ -147,6 +154,11 @@ class NodeDirectory:
             if node.role == role and node.is_usable(now) and namespace in (None, node.namespace)
         ]
 
+    def ready_lately(self, role: str) -> list[node_pb2.NodeInfo]:
+        """Nodes that were ready a moment ago, and may be again in another: a lost connection says little about them."""
+        since = time.monotonic() - _LATELY_SECONDS
+        return [info for at, info in self._ready.values() if info.role == role and at >= since]
+
     def served_names(self) -> tuple[str, ...]:
         """Names that the decode workers were started with."""
         for node in self.usable("decode"):
@@ -155,8 +167,8 @@ class NodeDirectory:
         return ()
 
     def limits(self, *, max_logprobs: int, max_sequences: int) -> Limits | None:
-        """What every usable decode worker can do; None when there is none."""
-        infos = [node.info for node in self.usable("decode") if node.info is not None]
+        """What every usable decode worker can do; None when there is none, and was none a moment ago."""
+        infos = [node.info for node in self.usable("decode") if node.info is not None] or self.ready_lately("decode")
         if not infos:
             return None
         lengths = [info.model.max_model_len_tokens for info in infos]

@@ -72,6 +72,37 @@ async def test_the_only_worker_comes_back(start_gateway: StartGateway, says: Say
     assert len(again.seen) == 1
 
 
+async def test_a_new_request_waits_a_moment_for_a_worker_that_was_just_there(
+    start_gateway: StartGateway, says: Says
+) -> None:
+    port = free_port()
+    worker = says()
+    await worker.start(port)
+    running = await start_gateway(worker)
+    await worker.stop()
+    await running.settle(lambda: running.gateway.nodes.usable("decode") == [], 8.0)
+    waiting = asyncio.create_task(running.chat())
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    again = says()
+    await again.start(port)
+    running.workers.append(again)
+    assert (await waiting).status_code == 200
+    await again.stop()
+
+
+async def test_a_new_request_is_told_when_no_worker_comes_back(
+    start_gateway: StartGateway, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.nodes._LATELY_SECONDS", 1.0)
+    worker = says()
+    running = await start_gateway(worker)
+    await worker.stop()
+    nodes = running.gateway.nodes
+    await running.settle(lambda: not nodes.usable("decode") and not nodes.ready_lately("decode"), 12.0)
+    assert (await asyncio.wait_for(running.chat(), 1.0)).status_code == 503
+
+
 async def test_retries_are_bounded(start_gateway: StartGateway, says: Says) -> None:
     workers = [says(dies_after=1) for _ in range(3)]
     running = await start_gateway(*workers, max_retries=1, routing_policy="round_robin")
