@@ -18,6 +18,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Sequence
+from operator import itemgetter
 
 # Not in the mmap and fcntl modules of Python 3.11.
 _MADV_POPULATE_WRITE = 23
@@ -139,11 +140,13 @@ class BlockMemory:
         Raises:
             IndexError: no such block.
         """
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
-            raise IndexError(f"blocks {min(block_ids)} to {max(block_ids)} are not all of {self.num_blocks}")
-        if self._blocks is None and self.num_blocks <= _MAX_KEPT_VIEWS:
+        if len(block_ids) < 2 or self.num_blocks > _MAX_KEPT_VIEWS:
+            return [self.block(block_id) for block_id in block_ids]
+        if min(block_ids) < 0:
+            raise IndexError(f"block {min(block_ids)} is not one of {self.num_blocks}")
+        if self._blocks is None:
             self._blocks = [self.block(block_id) for block_id in range(self.num_blocks)]
-        return list(map(self.block if self._blocks is None else self._blocks.__getitem__, block_ids))
+        return list(itemgetter(*block_ids)(self._blocks))
 
     def open_read_only(self) -> int:
         return self._region.open_read_only()

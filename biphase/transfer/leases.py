@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import itemgetter
 from typing import NewType, Protocol
 
 from biphase.telemetry.events import event_logger
@@ -29,6 +30,13 @@ class GenerationTable(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, block_id: int, /) -> int: ...
+
+
+def generations_of(table: GenerationTable, block_ids: Sequence[int]) -> list[int]:
+    """The current generations of several blocks; one loop in C, as this is done for every block that is sent."""
+    if len(block_ids) < 2:
+        return [table[block_id] for block_id in block_ids]
+    return list(itemgetter(*block_ids)(table))
 
 
 class HolderPool(Protocol):
@@ -60,8 +68,10 @@ class Lease:
     # Monotonic seconds.
     expires_at: float
     on_end: Callable[[Lease, LeaseEnd], None] | None = None
-    # Insertion-ordered: the order of the chain.
-    block_ids: dict[int, None] = field(default_factory=dict)
+    # In the order they came: that of the chain.
+    block_ids: list[int] = field(default_factory=list)
+    # The same blocks.
+    covered: set[int] = field(default_factory=set)
     # Batches of its blocks that are being sent. The references are kept until there is none, ended or not.
     num_io: int = 0
     is_ended: bool = False
@@ -196,15 +206,15 @@ class LeaseTable:
             assert lease.num_io >= 0, "an I/O that never began"
             if lease.is_ended and not lease.num_io:
                 self._draining.remove(lease)
-                self._pool.release(list(lease.block_ids))
+                self._pool.release(lease.block_ids)
 
     def current(self, lease: Lease, block_ids: Sequence[int], generations: Sequence[int]) -> list[bool] | None:
         """Which blocks the lease covers and still have that generation; None for all of them, the usual case.
 
         Between `begin_io` and `end_io` only, so that the answer stays true.
         """
-        table, covered = self._pool.generations, lease.block_ids
-        if all(map(covered.__contains__, block_ids)) and list(map(table.__getitem__, block_ids)) == generations:
+        table, covered = self._pool.generations, lease.covered
+        if covered.issuperset(block_ids) and generations_of(table, block_ids) == generations:
             return None
         return [
             block_id in covered and table[block_id] == generation
@@ -248,7 +258,7 @@ class LeaseTable:
         given = list(block_ids)
         fresh: list[int] = []
         surplus: list[int] = []
-        seen = set(lease.block_ids)
+        seen = set(lease.covered)
         for block_id in given:
             (surplus if block_id in seen else fresh).append(block_id)
             seen.add(block_id)
@@ -256,7 +266,8 @@ class LeaseTable:
             self._pool.acquire(fresh)
         elif surplus:
             self._pool.release(surplus)
-        lease.block_ids.update(dict.fromkeys(fresh))
+        lease.block_ids.extend(fresh)
+        lease.covered.update(fresh)
         for block_id in fresh:
             self._holds[block_id] = self._holds.get(block_id, 0) + 1
 
@@ -276,7 +287,7 @@ class LeaseTable:
                 if lease.num_io:
                     self._draining.add(lease)
                 else:
-                    self._pool.release(list(lease.block_ids))
+                    self._pool.release(lease.block_ids)
             self._num_ended[why] += len(ended)
         for lease in ended:
             if why is not LeaseEnd.RELEASED:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, 
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import PATTERN_BYTES, introduce, test_pattern
-from biphase.transfer.leases import HolderPool, LeaseTable
+from biphase.transfer.leases import HolderPool, LeaseTable, generations_of
 from biphase.transfer.nixl_agent import Agent
 from biphase.transfer.sockets import TICK_SECONDS, DeadlineSocket, connect_tcp
 
@@ -121,8 +122,7 @@ class NixlHost:
                 if not any(current):
                     return
                 _expect(sock, Kind.DONE, deadline)
-            table = self._pool.generations
-            after = [table[block_id] for block_id, ok in zip(block_ids, current, strict=True) if ok]
+            after = generations_of(self._pool.generations, list(itertools.compress(block_ids, current)))
             sock.send_bytes(frames.pack_trailer([], after), deadline)
         finally:
             self._leases.end_io(lease)

@@ -17,7 +17,7 @@ from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, 
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import Welcome, introduce, measure_pattern
-from biphase.transfer.leases import HolderPool, LeaseTable
+from biphase.transfer.leases import HolderPool, LeaseTable, generations_of
 from biphase.transfer.sockets import DeadlineSocket, connect_tcp
 
 _BATCH_BYTES = 512 * 1024
@@ -198,7 +198,7 @@ class BlockSender:
             num_bytes = len(payloads) * self._memory.block_bytes
             sock.send([head, *payloads], len(head) + num_bytes, deadline)
             # Read again now that the payload has left.
-            trailer = frames.pack_trailer(checksums, list(map(self._pool.generations.__getitem__, block_ids)))
+            trailer = frames.pack_trailer(checksums, generations_of(self._pool.generations, block_ids))
         finally:
             self._leases.end_io(lease)
         self._on_sent(len(block_ids), num_bytes)

@@ -34,6 +34,19 @@ def test_a_block_outside_the_pool_is_an_error(memory: BlockMemory, block_id: int
         memory.block(block_id)
 
 
+@pytest.mark.parametrize("block_ids", [[], [3], [1, 0], [3, 3, 2]])
+def test_several_blocks_at_once_are_the_same_blocks(memory: BlockMemory, block_ids: list[int]) -> None:
+    memory.view[:] = bytes(range(256)) * 64
+    memory.block(3)[0] = 99
+    assert memory.blocks(block_ids) == [memory.block(block_id) for block_id in block_ids]
+
+
+@pytest.mark.parametrize("block_ids", [[-1], [4], [0, -1], [0, 4]])
+def test_several_blocks_of_which_one_does_not_exist_are_an_error(memory: BlockMemory, block_ids: list[int]) -> None:
+    with pytest.raises(IndexError):
+        memory.blocks(block_ids)
+
+
 def test_an_empty_pool_is_an_error() -> None:
     with pytest.raises(ValueError):
         BlockMemory(0, 4096)

@@ -58,12 +58,14 @@ def test_blocks_cross_and_stale_ones_do_not(process: HolderProcess, far: Destina
 @needs_nixl
 def test_a_killed_holder_is_noticed(process: HolderProcess, far: Destination) -> None:
     assert far.reader.read(process.endpoint, process.lease_id, far.requests(EVERY), SECONDS).result().error is None
-    threading.Timer(0.01, process.process.kill).start()
-    start = time.monotonic()
-    while time.monotonic() - start < 5:
+    killer = threading.Timer(0.01, process.process.kill)
+    killer.start()
+    while process.process.poll() is None:
         result = far.reader.read(process.endpoint, process.lease_id, far.requests(EVERY), SECONDS).result()
-        if result.error is not None:
-            break
+        assert all(far.holds(EVERY[index][1], EVERY[index][0]) for index in result.verified)
+    killer.join()
+    start = time.monotonic()
+    result = far.reader.read(process.endpoint, process.lease_id, far.requests(EVERY), SECONDS).result()
     assert isinstance(result.error, TransferFailedError) and time.monotonic() - start < 4
 
 

@@ -1,6 +1,7 @@
 """What only the shared memory transport has: descriptors, uids, and copies that nobody at the holder sees."""
 
 import ctypes
+import gc
 import mmap
 import os
 import subprocess
@@ -98,6 +99,7 @@ def test_a_holder_that_reuses_blocks_all_the_time_never_gives_a_wrong_one() -> N
 
 def test_connecting_and_leaving_leaves_no_descriptor_and_no_mapping(holder: Holder) -> None:
     Destination(transports=("shm",)).close()
+    gc.collect()
     before = num_descriptors(), num_mappings()
     for _ in range(3):
         destination = Destination(transports=("shm",))
@@ -106,6 +108,7 @@ def test_connecting_and_leaving_leaves_no_descriptor_and_no_mapping(holder: Hold
         destination.close()
         assert wait_until(lambda: holder.server.stats().num_connections == 0)
         del destination
+    gc.collect()
     assert (num_descriptors(), num_mappings()) == before
 
 
