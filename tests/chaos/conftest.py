@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,10 @@ def chaos_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_cluster(chaos_model: Path) -> Iterator[ChaosCluster]:
     """Two prefill and two decode workers over tcp through proxies. One for all tests: it takes a while to start."""
-    with running_cluster(chaos_model, ClusterPlan()) as cluster:
+    plan = ClusterPlan(
+        transports=os.environ.get("CHAOS_TRANSPORTS", "tcp"), dtype=os.environ.get("CHAOS_DTYPE", "float32")
+    )
+    with running_cluster(chaos_model, plan) as cluster:
         yield cluster
 
 

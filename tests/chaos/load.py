@@ -62,6 +62,7 @@ class Answer:
     # HTTP status, or that of the error event of a stream; 0: the connection broke.
     status: int = 200
     error: str = ""
+    refused_connection: bool = False
     seconds: float = 0.0
     # Longest time between two parts of a stream.
     longest_gap_seconds: float = 0.0
@@ -120,6 +121,7 @@ class Asker:
                 _take(answer, response.json())
         except (httpx.HTTPError, json.JSONDecodeError) as error:
             answer.status, answer.error = 0, f"{type(error).__name__}: {error}"
+            answer.refused_connection = isinstance(error, httpx.ConnectError)
         answer.seconds = time.monotonic() - started
         return answer
 

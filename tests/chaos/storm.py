@@ -89,6 +89,7 @@ class Storm:
         self._struck: list[tuple[float, str]] = []
         self._undoing: set[asyncio.Task[None]] = set()
         self._troubled: set[str] = set()
+        self._gateway_kills: list[float] = []
         self._salts = itertools.count()
         self._ended = False
 
@@ -120,6 +121,10 @@ class Storm:
                 logprobs = 1 if rng.random() < 0.3 else None
                 begun = time.monotonic()
                 answer = await asker.ask(question, stream=rng.random() < 0.6, cache_salt=salt, logprobs=logprobs)
+                if answer.refused_connection and not self._cluster.processes["gateway-0"].ready:
+                    # Nobody was asked: the gateway is being started again.
+                    await asyncio.sleep(0.2)
+                    continue
                 self._note(question, answer, begun)
                 if answer.status != 200:
                     await asyncio.sleep(0.2)
@@ -130,7 +135,7 @@ class Storm:
         right = self._known[question]
         verdict = judge(answer, right, self._deadline_seconds)
         faults = tuple(dict.fromkeys(kind for at, kind in self._struck if begun - 10.0 <= at))
-        if verdict is Verdict.BROKEN and any("gateway" in kind for kind in faults):
+        if verdict is Verdict.BROKEN and any(at >= begun - 0.1 for at in self._gateway_kills):
             verdict = Verdict.REFUSED
         self.totals[verdict] += 1
         if answer.status != 200:
@@ -187,6 +192,8 @@ class Storm:
     def _hit(self, victim: ServiceProcess, way: str) -> None:
         self._troubled.add(victim.name)
         if way == "kill":
+            if victim.role == "gateway":
+                self._gateway_kills.append(time.monotonic())
             victim.kill()
             self._later(self._rng.random(), victim.start)
             return
