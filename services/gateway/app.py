@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from biphase import __version__
-from services.gateway import http_errors
+from services.gateway import http_errors, openapi
 from services.gateway.gateway import Gateway
 from services.gateway.middleware import Authentication, OpenRequests, RateLimiting, RequestIds
 from services.gateway.routes import generate, models, operations, responses, tokens
@@ -36,9 +36,11 @@ def build_app(gateway: Gateway) -> FastAPI:
         docs_url="/docs" if docs else None,
         redoc_url=None,
     )
-    http_errors.install(app)
-    for group in (generate, responses, models, tokens, operations):
-        app.include_router(group.routes(gateway))
+    routers = [group.routes(gateway) for group in (generate, responses, models, tokens, operations)]
+    for router in routers:
+        app.include_router(router)
+    http_errors.install(app, [route for router in routers for route in router.routes])
+    openapi.install(app)
     # The last one added stands outermost: every answer, refusals too, gets CORS headers and a request id.
     app.add_middleware(OpenRequests, recorder=gateway.recorder)
     app.add_middleware(RateLimiting, limits=gateway.rate_limits)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from biphase.errors import InvalidRequestError, TooLargeError
+from services.gateway.openapi_bodies import described
 from services.gateway.wire import Body
 
 B = TypeVar("B", bound=Body)
@@ -51,7 +52,7 @@ def body_schema(kind: type[Body]) -> dict[str, Any]:
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     # References would need their targets in components; inlined they stand alone.
     definitions = schema.pop("$defs", {})
-    content = {"application/json": {"schema": _inlined(schema, definitions)}}
+    content = {"application/json": {"schema": described(_inlined(schema, definitions))}}
     return {"requestBody": {"required": True, "content": content}}
 
 

@@ -15,8 +15,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Scope
 
-from biphase.errors import BiphaseError, OverloadedError
+from biphase.errors import BiphaseError, ErrorCode, OverloadedError
 from biphase.telemetry.events import event_logger
 
 log = event_logger(__name__)
@@ -60,7 +62,13 @@ def error_response(
 
 
 def object_of(error: BiphaseError) -> dict[str, Any]:
-    return error_object(error.http_status, error.message, param=getattr(error, "param", None))
+    return error_object(
+        error.http_status, error.message, param=getattr(error, "param", None), type_name=_type_name(error)
+    )
+
+
+def _type_name(error: BiphaseError) -> str | None:
+    return "NotImplementedError" if error.code is ErrorCode.UNSUPPORTED else None
 
 
 def response_of(error: BiphaseError) -> Response:
@@ -71,7 +79,13 @@ def response_of(error: BiphaseError) -> Response:
         headers["Retry-After"] = "1"
     elif error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return error_response(error.http_status, error.message, param=getattr(error, "param", None), headers=headers)
+    return error_response(
+        error.http_status,
+        error.message,
+        param=getattr(error, "param", None),
+        type_name=_type_name(error),
+        headers=headers,
+    )
 
 
 def shown(value: Any) -> str:
@@ -111,8 +125,20 @@ def _path(loc: Sequence[str | int]) -> str:
     return shown(".".join(["body", *kept]))
 
 
-def install(app: FastAPI) -> None:
-    """Adds handlers for everything that can be raised below a route."""
+def _methods(routes: Sequence[BaseRoute], scope: Scope) -> set[str]:
+    allowed: set[str] = set()
+    for route in routes:
+        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
+            allowed |= route.methods or set()
+    return allowed
+
+
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Adds handlers for everything that can be raised below a route.
+
+    Args:
+        routes: all of them, for what a wrong method could have been.
+    """
 
     async def on_known(_: Request, error: Exception) -> Response:
         assert isinstance(error, BiphaseError)
@@ -122,9 +148,13 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, ValidationError)
         return validation_response(error)
 
-    async def on_http(_: Request, error: Exception) -> Response:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return error_response(error.status_code, str(error.detail), headers=error.headers)
+        headers = error.headers
+        if error.status_code == 405:
+            # The router names the methods of the first route with this path only.
+            headers = {"Allow": ", ".join(sorted(_methods(routes, request.scope)))}
+        return error_response(error.status_code, str(error.detail), headers=headers)
 
     async def on_unknown(request: Request, error: Exception) -> Response:
         log.error("request_failed", path=request.url.path, error=type(error).__name__)

@@ -89,7 +89,7 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict):
         raise InvalidRequestError(f"{where} must be a string or an object.", where)
     kind = part.get("type", "text" if "text" in part else None)
-    if kind in _MEDIA_PARTS:
+    if isinstance(kind, str) and kind in _MEDIA_PARTS:
         raise InvalidRequestError(
             f"{where}: this is not a multimodal model, so it cannot take a part of type {kind!r}.", where
         )

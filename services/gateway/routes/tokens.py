@@ -48,6 +48,20 @@ def routes(gateway: Gateway) -> APIRouter:
                 raise InvalidRequestError(f"Token id {shown(token_id)} is out of vocabulary", f"tokens.{place}")
         return {"prompt": tokenizer.decode(body.tokens)}
 
+    if gateway.settings.enable_tokenizer_info_endpoint:
+
+        @router.get("/tokenizer_info", summary="The tokenizer's settings")
+        async def tokenizer_info() -> dict[str, Any]:
+            model = gateway.model
+            template = None if model.chat_template is None else model.chat_template.text
+            return {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                **model.tokenizer.special_tokens_map,
+                "vocab_size": model.tokenizer.vocab_size,
+                "model_max_length": gateway.max_model_len(),
+                "chat_template": template,
+            }
+
     return router
 
 
