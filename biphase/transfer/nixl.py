@@ -42,8 +42,10 @@ from biphase.transfer.sockets import TICK_SECONDS, DeadlineSocket, connect_tcp
 # A reader that pinned blocks and then says nothing for so long is taken for dead.
 PIN_SECONDS = 30.0
 _PATTERN_SECONDS = 10.0
-_EAGER_SECONDS = 0.5
-_LAZY_POLL_SECONDS = 0.0002
+# Each poll does all that can be done at once, so the pause between two costs latency and not speed.
+_POLL_SECONDS = 0.00005
+# A reader spins for so long first: most READs over shared memory or RDMA are over by then.
+_SPIN_SECONDS = 0.001
 
 
 class NixlHost:
@@ -147,16 +149,14 @@ class NixlHost:
             return
         finally:
             ready.set()
-        since = 0.0
         while True:
             with self._changed:
                 if not self._num_active and not self._closing:
                     self._changed.wait()
-                    since = time.monotonic()
                 if self._closing:
                     break
             mine.api.get_new_notifs()
-            time.sleep(0 if time.monotonic() - since < _EAGER_SECONDS else _LAZY_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         mine.destroy()
 
 
@@ -279,9 +279,10 @@ class NixlChannel:
         assert mine is not None
         try:
             handle, state = mine.start(local, here, remote, there)
-            tick_at = time.monotonic() + TICK_SECONDS
+            started = time.monotonic()
+            tick_at = started + TICK_SECONDS
             while state == "PROC":
-                time.sleep(0)
+                time.sleep(_POLL_SECONDS if time.monotonic() - started > _SPIN_SECONDS else 0)
                 now = time.monotonic()
                 if now >= deadline:
                     raise TransferFailedError(f"{self._peer} did not answer before the deadline")

@@ -5,7 +5,8 @@
 The holder is a process of its own on a core of its own. Source and destination blocks are scattered at random and
 larger than the caches together; every number is GB/s, best and median of the rounds. The baselines move the same
 blocks: "sockets" by sendmsg and recvmsg_into of many buffers a call between the same two processes, with no protocol or
-check; "memcpy" by ctypes.memmove of block after block in one process. Prints JSON.
+check; "memcpy" by ctypes.memmove of block after block in one process. Where NIXL is installed, "nixl" is a read with
+all its checks, "raw nixl" the READ alone, over the same channel. Prints JSON.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ import time
 from collections.abc import Callable
 
 from biphase.cache.memory import BlockMemory, SharedGenerations
-from biphase.transfer.channels import ReadRequest
+from biphase.errors import ConfigError
+from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest
 from biphase.transfer.layout import KVLayout
 from biphase.transfer.leases import LeaseTable
+from biphase.transfer.nixl import NixlChannel
+from biphase.transfer.nixl_agent import load_nixl
 from biphase.transfer.reader import BlockReader
 from biphase.transfer.server import BlockServer
 from tests.transfer.fakes import FakePool
@@ -58,7 +62,16 @@ def serve(num_blocks: int, block_bytes: int) -> None:
     generations = SharedGenerations(num_blocks)
     pool = FakePool(num_blocks, generations.table)
     leases = LeaseTable(pool, 3600.0)
-    server = BlockServer(memory, pool, layout(block_bytes), "holder", "life", leases, generations=generations)
+    server = BlockServer(
+        memory,
+        pool,
+        layout(block_bytes),
+        "holder",
+        "life",
+        leases,
+        generations=generations,
+        transports=("shm", "tcp", "nixl") if has_nixl() else ("shm", "tcp"),
+    )
     lease = leases.open("reader", "life", range(num_blocks))
     listener = socket.create_server(("127.0.0.1", 0))
     plain = {"port": listener.getsockname()[1], "lease_id": lease.lease_id}
@@ -133,6 +146,12 @@ def measure(block_bytes: int, total_bytes: int, rounds: int) -> dict[str, object
         "memcpy": memcpy,
         "shm": lambda: read("shm"),
     }
+    nixl = None
+    if "nixl" in endpoint.transports:
+        context = ReaderContext(memory, layout(block_bytes), "reader", "life", ("nixl",), False)
+        nixl = NixlChannel.connect(endpoint, context, time.monotonic() + 10, lambda: None)
+        contenders["nixl"] = functools.partial(read_nixl, nixl, said["lease_id"], requests)
+        contenders["raw nixl"] = functools.partial(read_raw, nixl, dest, source)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for lap in range(rounds + 2):
         for name, run in contenders.items():
@@ -143,6 +162,8 @@ def measure(block_bytes: int, total_bytes: int, rounds: int) -> dict[str, object
     handshake = {name: reader.peers()[0].gigabytes_per_second for name, reader in readers.items()}
     for reader in readers.values():
         reader.close()
+    if nixl is not None:
+        nixl.close()
     sock.close()
     holder.wait(10)
     os.sched_setaffinity(0, everywhere)
@@ -160,7 +181,28 @@ def measure(block_bytes: int, total_bytes: int, rounds: int) -> dict[str, object
         "handshake_gigabytes_per_second": {name: round(value, 2) for name, value in handshake.items()},
         "tcp_over_sockets": {"best": ratio(best, "tcp", "sockets"), "median": ratio(median, "tcp", "sockets")},
         "shm_over_memcpy": {"best": ratio(best, "shm", "memcpy"), "median": ratio(median, "shm", "memcpy")},
+        "nixl_over_raw": {"best": ratio(best, "nixl", "raw nixl"), "median": ratio(median, "nixl", "raw nixl")}
+        if nixl is not None
+        else None,
     }
+
+
+def read_nixl(channel: NixlChannel, lease_id: str, requests: list[ReadRequest]) -> None:
+    progress = ReadProgress()
+    channel.read(lease_id, requests, progress, time.monotonic() + 60)
+    assert len(progress.verified) == len(requests)
+
+
+def read_raw(channel: NixlChannel, dest: list[int], source: list[int]) -> None:
+    channel._transfer(channel._local, dest, channel._remote, source, time.monotonic() + 60)
+
+
+def has_nixl() -> bool:
+    try:
+        load_nixl()
+    except ConfigError:
+        return False
+    return True
 
 
 def ratio(values: dict[str, float], mine: str, baseline: str) -> float:
