@@ -18,7 +18,7 @@ from torch import Tensor
 
 from biphase.model.forward import ForwardBatch
 from biphase.model.spec import ModelSpec
-from biphase.ops.cpu_tape import DTYPES, TapeBuilder, refusal
+from biphase.ops.cpu_tape import DTYPES, TapeBuilder, Weight, refusal
 from kernels.cpu.library import Isa, LibraryUnavailableError, Model, Op, Step, available_isas, best_isa, load
 
 __all__ = ["CpuProgram", "LibraryUnavailableError"]
@@ -31,7 +31,7 @@ class CpuProgram:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         kv_cache: Tensor,
         *,
         block_size: int,
@@ -45,7 +45,8 @@ class CpuProgram:
     ) -> None:
         """
         Args:
-            weights: canonical names, see `biphase.model.spec`.
+            weights: canonical names, see `biphase.model.spec`. Quantised matrices stay packed where there is a kernel
+                for their blocks; the result is the same, bit for bit, as with the dequantised ones.
             kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`, contiguous.
             dtype: bfloat16 (float32 sums and residual stream) or float32 (everything).
             num_threads: the calling thread included; 0 takes every core this process may use.

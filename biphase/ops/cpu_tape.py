@@ -15,17 +15,19 @@ Buffers, rows are tokens:
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from biphase.model.quantised import QuantisedMatrix
 from biphase.model.spec import ModelSpec, RopeSpec
-from kernels.cpu.library import PANEL, Activation, Dtype, Epilogue, Kind, Op, Rows
+from kernels.cpu.library import PANEL, Activation, Dtype, Epilogue, Format, Kind, Op, Rows
 from kernels.reference import rotary_table
 
+Weight = Tensor | QuantisedMatrix
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 # Gate and up columns lie side by side in a panel, this many of each.
@@ -74,7 +76,7 @@ class TapeBuilder:
         self,
         lib: Any,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         dtype: torch.dtype,
         max_tokens: int,
         max_len: int,
@@ -104,7 +106,9 @@ class TapeBuilder:
         width = 5 * spec.hidden_size + 4 * spec.num_heads * spec.head_dim + spec.intermediate_size
         buffers = max_tokens * 4 * (width + 2 * spec.num_kv_heads * spec.head_dim + 8 * _LINE)
         packed = sum(
-            (-(-w.shape[0] // PANEL) + 1) * PANEL * w[0].numel() * self._item if w.dim() == 2 else w.numel() * 8 + 1024
+            (-(-w.shape[0] // PANEL) + 1) * PANEL * w.shape[1] * self._item
+            if len(w.shape) == 2
+            else w.shape[0] * 8 + 1024
             for w in self._weights.values()
         )
         tables = 2 * max_len * 4 * max(spec.rope.rotary_dim, spec.local_rope.rotary_dim if spec.local_rope else 0)
@@ -122,25 +126,52 @@ class TapeBuilder:
         ctypes.memmove(address, wide.data_ptr(), wide.numel() * 4)
         return address
 
-    def _norm_weight(self, name: str) -> int:
-        return self._floats(self._weights[name].float() + self._spec.norm_weight_offset)
+    def _vector(self, name: str) -> Tensor:
+        values = self._weights[name]
+        assert isinstance(values, Tensor), f"{name} cannot be quantised"
+        return values.float()
 
-    def _pack(self, parts: list[Tensor], gated: bool = False) -> int:
-        """Packs matrices with equal k one after another, or gate and up side by side."""
+    def _norm_weight(self, name: str) -> int:
+        return self._floats(self._vector(name) + self._spec.norm_weight_offset)
+
+    def _pack(self, parts: Sequence[Weight], gated: bool = False) -> dict[str, Any]:
+        """Packs matrices with equal k one after another, or gate and up side by side; the op's fields for them.
+
+        Blocks stay blocks where all parts are of one kind that there is a kernel for.
+        """
         k, rows = parts[0].shape[1], sum(part.shape[0] for part in parts)
         if gated:
             rows = -(-parts[0].shape[0] // _HALF_PANEL) * PANEL
-        address = self.arena.take(-(-rows // PANEL) * PANEL * k * self._item)
+        form = self._format(parts)
+        block_bytes = self._lib.bp_panel_block_bytes(DTYPES[self._dtype], form)
+        address = self.arena.take(-(-rows // PANEL) * (k * block_bytes // 32))
         column = 0
         for part in parts:
-            source = part if part.dtype in DTYPES and part.stride(1) == 1 else part.float().contiguous()
-            n, stride = part.shape[0], source.stride(0)
+            n = part.shape[0]
             run, step = (_HALF_PANEL, PANEL) if gated else (n, n)
-            self._lib.bp_pack(
-                source.data_ptr(), DTYPES[source.dtype], n, k, stride, address, DTYPES[self._dtype], column, run, step
-            )
+            if form != Format.PLAIN:
+                assert isinstance(part, QuantisedMatrix)
+                blocks = part.blocks.contiguous()
+                self._lib.bp_pack_blocks(
+                    blocks.data_ptr(), part.encoding.encode(), n, k, blocks.shape[1], address, column, run, step
+                )
+            else:
+                source = part.dequantise(self._dtype) if isinstance(part, QuantisedMatrix) else part
+                if source.dtype not in DTYPES or source.stride(1) != 1:
+                    source = source.float().contiguous()
+                kinds = DTYPES[source.dtype], DTYPES[self._dtype]
+                self._lib.bp_pack(
+                    source.data_ptr(), kinds[0], n, k, source.stride(0), address, kinds[1], column, run, step
+                )
             column += _HALF_PANEL if gated else n
-        return address
+        return {"weight": address, "format": form}
+
+    def _format(self, parts: Sequence[Weight]) -> Format:
+        kinds = {
+            self._lib.bp_block_format(part.encoding.encode()) if isinstance(part, QuantisedMatrix) else Format.PLAIN
+            for part in parts
+        }
+        return Format(kinds.pop()) if len(kinds) == 1 and kinds != {-1} else Format.PLAIN
 
     def _op(self, kind: Kind, source: _Buffer | None, target: _Buffer | None, **fields: Any) -> None:
         op = Op(kind=kind, **fields)
@@ -159,21 +190,24 @@ class TapeBuilder:
         """x += W source, through the post norm where the model has one."""
         spec, hidden = self._spec, self._spec.hidden_size
         weight = self._pack([self._weights[f"{prefix}{name}"]])
-        bias_values = self._weights.get(f"{prefix}{name}_bias")
-        bias = None if bias_values is None else self._floats(bias_values, hidden + PANEL)
+        bias = None
+        if f"{prefix}{name}_bias" in self._weights:
+            bias = self._floats(self._vector(f"{prefix}{name}_bias"), hidden + PANEL)
         if self._branch is None:
-            self._op(Kind.GEMM, source, self._x, weight=weight, bias=bias, n=hidden, k=k, epilogue=Epilogue.ADD_F32)
+            self._op(Kind.GEMM, source, self._x, bias=bias, n=hidden, k=k, epilogue=Epilogue.ADD_F32, **weight)
             return
-        self._op(Kind.GEMM, source, self._branch, weight=weight, bias=bias, n=hidden, k=k, epilogue=Epilogue.STORE_F32)
+        self._op(Kind.GEMM, source, self._branch, bias=bias, n=hidden, k=k, epilogue=Epilogue.STORE_F32, **weight)
         post = self._norm_weight(f"{prefix}post_{'attn' if name == 'o' else 'mlp'}_norm")
         self._op(Kind.NORM_ADD, self._branch, self._x, weight=post, n=hidden, eps=spec.norm_eps)
 
     def _build(self, max_len: int) -> None:
         spec, weights, hidden = self._spec, self._weights, self._spec.hidden_size
         head = self._pack([weights["embed" if spec.tie_word_embeddings else "lm_head"]])
-        embed: dict[str, Any] = {"weight": head, "packed": 1}
+        embed: dict[str, Any] = {**head, "packed": 1}
         if not spec.tie_word_embeddings:
-            table = weights["embed"].to(self._dtype).contiguous()
+            table = weights["embed"]
+            table = table.dequantise(self._dtype) if isinstance(table, QuantisedMatrix) else table
+            table = table.to(self._dtype).contiguous()
             self.kept.append(table)
             embed = {"weight": table.data_ptr(), "packed": 0, "in_stride": hidden}
         self._op(Kind.EMBED, None, self._x, n=hidden, scale=spec.embedding_scale, **embed)
@@ -184,8 +218,8 @@ class TapeBuilder:
             self._layer(layer, window, full if window is None else local)
         self._norm("final_norm", Rows.LOGITS_ROWS)
         self._op(
-            Kind.GEMM, self._normed, None, weight=head, n=spec.vocab_size, k=hidden,
-            epilogue=Epilogue.LOGITS, softcap=spec.final_softcap, rows=Rows.LOGITS_ROWS,
+            Kind.GEMM, self._normed, None, n=spec.vocab_size, k=hidden,
+            epilogue=Epilogue.LOGITS, softcap=spec.final_softcap, rows=Rows.LOGITS_ROWS, **head,
         )  # fmt: skip
 
     def _rope_table(self, rope: RopeSpec, max_len: int) -> int:
@@ -198,10 +232,10 @@ class TapeBuilder:
         self._norm(f"{prefix}attn_norm")
         bias = None
         if spec.qkv_bias:
-            joined = torch.cat([weights[f"{prefix}{part}_bias"].float() for part in "qkv"])
+            joined = torch.cat([self._vector(f"{prefix}{part}_bias") for part in "qkv"])
             bias = self._floats(joined, joined.numel() + PANEL)
         self._op(
-            Kind.GEMM, self._normed, self._qkv, weight=self._pack([weights[f"{prefix}{part}"] for part in "qkv"]),
+            Kind.GEMM, self._normed, self._qkv, **self._pack([weights[f"{prefix}{part}"] for part in "qkv"]),
             bias=bias, n=q_size + 2 * kv_size, k=spec.hidden_size, epilogue=Epilogue.STORE_F32,
         )  # fmt: skip
         norms = {f"{part}_norm": self._norm_weight(f"{prefix}{part}_norm") for part in "qk"} if spec.qk_norm else {}
@@ -214,7 +248,7 @@ class TapeBuilder:
         self._norm(f"{prefix}mlp_norm")
         self._op(
             Kind.GEMM, self._normed, self._mlp,
-            weight=self._pack([weights[f"{prefix}gate"], weights[f"{prefix}up"]], gated=True),
+            **self._pack([weights[f"{prefix}gate"], weights[f"{prefix}up"]], gated=True),
             n=2 * spec.intermediate_size, k=spec.hidden_size, epilogue=Epilogue.GATED,
             activation=_ACTIVATIONS[spec.activation],
         )  # fmt: skip

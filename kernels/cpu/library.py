@@ -5,7 +5,7 @@ tape runs, and what happens where there is no library, is biphase.ops.cpu_progra
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from kernels.cpu.build import LIBRARY
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 # Columns of a weight panel (BP_PANEL).
 PANEL = 32
 
@@ -26,6 +26,14 @@ class Dtype(IntEnum):
     F32 = 0
     BF16 = 1
     F16 = 2
+
+
+class Format(IntEnum):
+    """How packed weights lie: numbers of the program's dtype, or GGUF blocks of 32."""
+
+    PLAIN = 0
+    Q8 = 1
+    Q4 = 2
 
 
 class Isa(IntEnum):
@@ -78,6 +86,7 @@ class Op(ctypes.Structure):
         ("in_stride", c_int32),
         ("out_stride", c_int32),
         ("packed", c_int32),
+        ("format", c_int32),
         ("eps", c_float),
         ("scale", c_float),
         ("softcap", c_float),
@@ -154,6 +163,14 @@ def load(path: Path = LIBRARY) -> Any:
     lib.bp_pack.restype = None
     lib.bp_pack.argtypes = (
         c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p, c_int32, c_int64, c_int64, c_int64,
+    )  # fmt: skip
+    lib.bp_block_format.restype = c_int32
+    lib.bp_block_format.argtypes = (c_char_p,)
+    lib.bp_panel_block_bytes.restype = c_int64
+    lib.bp_panel_block_bytes.argtypes = (c_int32, c_int32)
+    lib.bp_pack_blocks.restype = None
+    lib.bp_pack_blocks.argtypes = (
+        c_void_p, c_char_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64,
     )  # fmt: skip
     lib.bp_program_create.restype = c_void_p
     lib.bp_program_create.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32)

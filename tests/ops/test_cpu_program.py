@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from torch import Tensor
 
 from biphase.model.eager import EagerForward
 from biphase.model.forward import ForwardBatch
+from biphase.model.quantised import QuantisedMatrix
 from biphase.model.shapes import weight_shapes
 from biphase.model.spec import ModelSpec, MoESpec, RopeSpec
 from biphase.ops.cpu_program import CpuProgram
@@ -110,17 +113,23 @@ class Sequence_:
 class Driver:
     """Feeds sequences to a Forward, in any cut."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, isa: Isa | None, num_threads: int = 2) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        isa: Isa | None,
+        num_threads: int = 2,
+        weights: Mapping[str, Tensor | QuantisedMatrix] | None = None,
+    ) -> None:
         self.spec = spec
         self.cache = empty_cache(spec, dtype)
-        weights = random_weights(spec, dtype)
         self.forward: CpuProgram | EagerForward
         if isa is None:
-            self.forward = EagerForward(spec, weights, self.cache, max_model_len=512)
+            self.forward = EagerForward(spec, random_weights(spec, dtype), self.cache, max_model_len=512)
         else:
             self.forward = CpuProgram(
                 spec,
-                weights,
+                weights or random_weights(spec, dtype),
                 self.cache,
                 block_size=BLOCK_SIZE,
                 max_num_batched_tokens=MAX_TOKENS,
@@ -205,6 +214,44 @@ def test_batch_invariance(name: str, dtype: torch.dtype, isa: Isa) -> None:
     pieces += [chunked.step([(other, 1), (company, 1)])[:1] for _ in range(30)]
     pieces.append(chunked.step([(other, 30), (company, 10)])[:30])
     assert torch.equal(torch.cat(pieces), expected)
+
+
+# Q5_0 has no kernel: such matrices are dequantised at load.
+BLOCKS = {
+    "Q8_0": ("Q8_0",),
+    "Q4_0": ("Q4_0",),
+    "Q4_1": ("Q4_1",),
+    "mixed": ("Q8_0", "Q4_0", "Q4_1", "Q5_0", ""),
+}
+
+
+def quantise(weights: dict[str, Tensor], encodings: Sequence[str]) -> dict[str, Tensor | QuantisedMatrix]:
+    """Matrices in GGUF blocks, the encodings in turn; "" leaves one as it is."""
+    out: dict[str, Tensor | QuantisedMatrix] = dict(weights)
+    for i, name in enumerate(name for name, weight in weights.items() if weight.dim() == 2):
+        encoding, columns = encodings[i % len(encodings)], weights[name].shape[1]
+        if encoding:
+            blocks = quantize(weights[name].float().numpy(), GGMLQuantizationType[encoding])
+            out[name] = QuantisedMatrix(encoding, torch.from_numpy(blocks), columns)
+    return out
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_quantised_weights_give_the_bits_of_dequantised_ones(
+    tied: bool, blocks: str, dtype: torch.dtype, isa: Isa
+) -> None:
+    spec = dataclasses.replace(LLAMA, hidden_size=96, intermediate_size=160, tie_word_embeddings=tied)
+    packed = quantise(random_weights(spec, torch.float32), BLOCKS[blocks])
+    plain = {
+        name: weight.dequantise(dtype) if isinstance(weight, QuantisedMatrix) else weight
+        for name, weight in packed.items()
+    }
+    expected = Driver(spec, dtype, isa, weights=plain)
+    actual = Driver(spec, dtype, isa, weights=packed)
+    assert torch.equal(run_mixed(actual), run_mixed(expected))
 
 
 def test_fewer_logits_rows() -> None:

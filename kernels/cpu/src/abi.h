@@ -7,13 +7,16 @@
 #include <cstddef>
 #include <cstdint>
 
-#define BP_ABI_VERSION 1
+#define BP_ABI_VERSION 2
 // Columns of one weight panel: weights lie as [ceil(n / 32)][k in units][32 columns] units, zero-padded in n.
 #define BP_PANEL 32
 
 extern "C" {
 
 enum bp_dtype : int32_t { BP_F32 = 0, BP_BF16 = 1, BP_F16 = 2 };
+
+// How a packed weight lies in its panels: as numbers of the program's dtype, or as GGUF blocks of 32 (see quant.h).
+enum bp_format : int32_t { BP_PLAIN = 0, BP_Q8 = 1, BP_Q4 = 2 };
 
 enum bp_isa : int32_t { BP_GENERIC = 0, BP_AVX2 = 1, BP_AVX512 = 2, BP_AVX512_BF16 = 3 };
 
@@ -51,6 +54,8 @@ struct bp_op {
     int32_t in_stride, out_stride;
     // BP_EMBED: 1 if `weight` is packed panels.
     int32_t packed;
+    // Of packed panels.
+    int32_t format;
     float eps, scale, softcap;
     const void* weight;
     const float* bias;
@@ -96,6 +101,14 @@ void bp_arena_free(void* memory, size_t bytes);
 // first_column + (i / run) * step + i % run. Columns of dst that nothing packs stay as they are.
 void bp_pack(const void* src, int32_t src_dtype, int64_t n, int64_t k, int64_t src_stride, void* dst,
              int32_t dst_dtype, int64_t first_column, int64_t run, int64_t step);
+// The same for rows of GGUF blocks ("Q8_0", "Q4_0", "Q4_1") of row_bytes bytes, with dst of the format that
+// bp_block_format says. k is a multiple of 32.
+void bp_pack_blocks(const void* src, const char* encoding, int64_t n, int64_t k, int64_t row_bytes, void* dst,
+                    int64_t first_column, int64_t run, int64_t step);
+// The bp_format that blocks of this encoding are packed as; -1 if none.
+int32_t bp_block_format(const char* encoding);
+// Bytes of 32 steps of k of one panel.
+int64_t bp_panel_block_bytes(int32_t dtype, int32_t format);
 // Starts the threads; null when memory or threads cannot be had. The ops and model are copied, what they point at is not.
 void* bp_program_create(const bp_model* model, const bp_op* ops, int32_t num_ops, int32_t num_threads, int32_t nice,
                         int32_t isa);

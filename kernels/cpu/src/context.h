@@ -23,7 +23,7 @@ struct Program {
     int32_t num_units;
     // Where each thread's share of the units ends.
     int32_t ends[kMaxThreads];
-    // Per thread, for attention tiles.
+    // Per thread, for attention tiles and decoded weights.
     char* scratch[kMaxThreads];
 };
 
@@ -33,7 +33,7 @@ struct Kernels {
     Run embed, norm, norm_add, gemm, rope_store, attention;
     // Query rows in an attention unit, and bytes of scratch that a thread needs.
     int32_t attention_rows;
-    size_t (*scratch_bytes)(const bp_model& model);
+    size_t (*attention_scratch_bytes)(const bp_model& model);
 };
 
 const Kernels* generic_kernels(int32_t dtype);

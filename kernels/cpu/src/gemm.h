@@ -3,6 +3,7 @@
 
 #include "context.h"
 #include "micro.h"
+#include "quant.h"
 
 namespace BP_NS {
 namespace {
@@ -11,6 +12,10 @@ using namespace biphase;
 
 // Rows in a work unit of a tall GEMM: enough to pay for fetching the panel, few enough to balance threads.
 constexpr int kBlockRows = 96;
+// Likewise where the panel must be decoded as well.
+constexpr int kQuantisedBlockRows = 256;
+// Blocks decoded at once for few rows.
+constexpr int kDecodedBlocks = 6;
 constexpr int kPrefetchBytes = 2048;
 
 inline vf activate(vf x, int activation) { return activation == BP_SILU ? silu(x) : gelu_tanh(x); }
@@ -53,36 +58,71 @@ inline void epilogue(const bp_op& op, const bp_step& step, const float* tile, in
     }
 }
 
+// A work unit's rows [first, last) of one panel, given as units of k. `single`: B passes once, from memory.
+template <class T>
+inline void multiply_panel(const uint32_t* a, int64_t a_row, const uint32_t* panel, int64_t k,
+                           float* tile, int rows, bool accumulate, bool single) {
+    MicroArgs args{a, a_row, 1, panel, BP_PANEL, k, tile, BP_PANEL, accumulate};
+    for (int c = 0; c < BP_PANEL; c += kTileColumns) {
+        args.b = panel + c;
+        args.c = tile + c;
+        if (single) {
+            micro_rows<T, NV, 1, kPrefetchBytes>(rows, args);
+        } else {
+            micro_rows<T, NV, 1, 0>(rows, args);
+        }
+    }
+}
+
 template <class T>
 void gemm(Program& program, const bp_op& op, int thread) {
     constexpr int kPerUnit = 4 / sizeof(T);
-    const int64_t k = op.k / kPerUnit;
-    const int64_t a_row = op.in_stride / kPerUnit;
+    const int64_t k = op.k / kPerUnit, a_row = op.in_stride / kPerUnit;
     const int m = static_cast<int>(num_rows(program, op));
     if (m == 0) return;
+    const bool quantised = op.format != BP_PLAIN, single = m <= kMaxRows<T>;
     const int panels = (op.n + BP_PANEL - 1) / BP_PANEL;
-    const int blocks = (m + kBlockRows - 1) / kBlockRows;
+    const int most_rows = quantised ? kQuantisedBlockRows : kBlockRows;
+    const int blocks = (m + most_rows - 1) / most_rows;
     const int block_rows = (m + blocks - 1) / blocks;
+    const int64_t panel_bytes = quantised ? op.k / kBlock * block_bytes(op.format) : op.k * BP_PANEL * sizeof(T);
     const uint32_t* a = static_cast<const uint32_t*>(op.in);
-    const uint32_t* w = static_cast<const uint32_t*>(op.weight);
     program.pool->for_units(thread, panels * blocks, [&](int unit) {
-        const int panel = unit / blocks, first = unit % blocks * block_rows;
-        const int last = first + block_rows < m ? first + block_rows : m;
-        const int n0 = panel * BP_PANEL;
-        const int valid = op.n - n0 < BP_PANEL ? op.n - n0 : BP_PANEL;
+        const int first = unit % blocks * block_rows, last = first + block_rows < m ? first + block_rows : m;
+        const int n0 = unit / blocks * BP_PANEL, valid = op.n - n0 < BP_PANEL ? op.n - n0 : BP_PANEL;
+        const char* packed = static_cast<const char*>(op.weight) + unit / blocks * panel_bytes;
         alignas(64) float tile[kMaxRows<T> * BP_PANEL];
+#if defined(__AVX512BF16__)
+        if constexpr (sizeof(T) == 2) {
+            if (quantised && m <= kFusedRows) {
+                const auto multiply = op.format == BP_Q4 ? multiply_block_rows<BP_Q4> : multiply_block_rows<BP_Q8>;
+                multiply(m, a, a_row, packed, op.k / kBlock, tile);
+                epilogue<T>(op, program.step, tile, 0, m, n0, valid);
+                return;
+            }
+        }
+#endif
+        if (quantised && single) {
+            // A piece at a time, so that what is decoded is still in L1 when it is multiplied.
+            T* decoded = reinterpret_cast<T*>(program.scratch[thread]);
+            const int64_t count = op.k / kBlock, piece = kDecodedBlocks;
+            for (int64_t b = 0; b < count; b += piece) {
+                const int64_t some = count - b < piece ? count - b : piece;
+                decode_panel(packed + b * block_bytes(op.format), op.format, some, decoded);
+                multiply_panel<T>(a + b * kBlock / kPerUnit, a_row, reinterpret_cast<const uint32_t*>(decoded),
+                                  some * kBlock / kPerUnit, tile, m, b > 0, false);
+            }
+            epilogue<T>(op, program.step, tile, 0, m, n0, valid);
+            return;
+        }
+        const uint32_t* panel = reinterpret_cast<const uint32_t*>(packed);
+        if (quantised) {
+            decode_panel(packed, op.format, op.k / kBlock, reinterpret_cast<T*>(program.scratch[thread]));
+            panel = reinterpret_cast<const uint32_t*>(program.scratch[thread]);
+        }
         for (int row = first; row < last;) {
             const int rows = next_rows<T>(last - row);
-            MicroArgs args{a + row * a_row, a_row, 1, w + panel * k * BP_PANEL, BP_PANEL, k, tile, BP_PANEL, false};
-            for (int c = 0; c < BP_PANEL; c += kTileColumns) {
-                args.b = w + panel * k * BP_PANEL + c;
-                args.c = tile + c;
-                if (m <= kMaxRows<T>) {
-                    micro_rows<T, NV, 1, kPrefetchBytes>(rows, args);
-                } else {
-                    micro_rows<T, NV, 1, 0>(rows, args);
-                }
-            }
+            multiply_panel<T>(a + row * a_row, a_row, panel, k, tile, rows, false, single);
             epilogue<T>(op, program.step, tile, row, rows, n0, valid);
             row += rows;
         }

@@ -156,7 +156,12 @@ void* bp_program_create(const bp_model* model, const bp_op* ops, int32_t num_ops
     runner->kernels = kernels;
     runner->seconds.assign(static_cast<size_t>(num_ops), 0.0);
     runner->pool = new Pool(std::min(num_threads, kMaxThreads), nice);
-    const size_t bytes = (kernels->scratch_bytes(*model) + 4095) / 4096 * 4096;
+    size_t bytes = kernels->attention_scratch_bytes(*model);
+    for (const bp_op& op : runner->tape) {
+        const size_t panel = static_cast<size_t>(op.k) * BP_PANEL * (model->dtype == BP_F32 ? 4 : 2);
+        if (op.kind == BP_GEMM && op.format != BP_PLAIN) bytes = std::max(bytes, panel);
+    }
+    bytes = (bytes + 4095) / 4096 * 4096;
     for (int t = 0; t < runner->pool->num_threads(); ++t) {
         runner->scratch[t] = static_cast<char*>(std::aligned_alloc(4096, bytes));
         std::memset(runner->scratch[t], 0, bytes);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "context.h"
-#include "simd.h"
+#include "quant.h"
 
 namespace BP_NS {
 namespace {
@@ -37,6 +37,15 @@ void embed(Program& program, const bp_op& op, int thread) {
         if (!op.packed) {
             const T* in = weight + token * op.in_stride;
             for (int i = 0; i < op.n; ++i) out[i] = to_float(in[i]) * op.scale;
+            return;
+        }
+        if (op.format != BP_PLAIN) {
+            const int64_t bytes = block_bytes(op.format);
+            const char* block = static_cast<const char*>(op.weight) + token / BP_PANEL * (op.n / kBlock) * bytes;
+            for (int i = 0; i < op.n; ++i) {
+                const float w = decode_one(block + i / kBlock * bytes, op.format, token % BP_PANEL, i % kBlock);
+                out[i] = to_float(from_float<T>(w)) * op.scale;
+            }
             return;
         }
         // A packed row is one column of a panel: kPerUnit values in every 32 units.
