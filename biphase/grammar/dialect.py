@@ -14,7 +14,8 @@ from typing import Any
 
 from biphase.errors import InvalidRequestError
 from biphase.grammar import gbnf
-from biphase.grammar.spec import JSON_WHITESPACE
+from biphase.grammar.narrowing import narrowed
+from biphase.grammar.spec import USUAL_SPACING
 from biphase.request import StructuredOutput
 
 # What may stand between the end of reasoning and the answer.
@@ -128,20 +129,23 @@ _BODIES = {
 
 
 def _json_rule(schema: Any, *, strict: bool) -> str:
-    return "%json " + json.dumps(_with_options(schema, JSON_WHITESPACE, strict=strict))
+    return "%json " + json.dumps(_with_options(schema, USUAL_SPACING, strict=strict))
 
 
-def _with_options(schema: Any, whitespace: str, *, strict: bool = True) -> Any:
+def _with_options(schema: Any, whitespace: str | None, *, strict: bool = True) -> Any:
     """The schema with the compiler's options set by us: the client's own would let keywords pass unenforced."""
     if schema is False:
         raise InvalidRequestError("nothing matches the schema false")
-    options = {
-        "whitespace_pattern": whitespace,
-        "whitespace_flexible": bool(whitespace),
+    options: dict[str, Any] = {
         "lenient": not strict,
         "coerce_one_of": not strict,
+        "whitespace_flexible": bool(whitespace),
     }
-    return {**(schema if isinstance(schema, Mapping) else {}), "x-guidance": options}
+    if whitespace is None:
+        options |= {"key_separator": ": ", "item_separator": ", "}
+    elif whitespace:
+        options["whitespace_pattern"] = whitespace
+    return {**(narrowed(schema) if isinstance(schema, Mapping) else {}), "x-guidance": options}
 
 
 def _literal(text: str, special_tokens: Mapping[str, int]) -> str:

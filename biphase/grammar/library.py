@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import numpy.typing as npt
 from llguidance import LLMatcher
 
 from biphase.errors import BiphaseError, ModelLoadError, UnsupportedError
@@ -40,6 +42,7 @@ class GrammarLibrary:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compiler: GrammarCompiler | None = None
+        self._words: npt.NDArray[np.bool_] | None = None
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         self._num_characters = 0
@@ -66,7 +69,7 @@ class GrammarLibrary:
             first = self._first(sampling.structured_output)
         except BiphaseError as error:
             return OutputMatcher(error, self._vocab_size)
-        return OutputMatcher(first.deep_copy(), self._vocab_size, ends)
+        return OutputMatcher(first.deep_copy(), self._vocab_size, ends, self._words)
 
     def close(self) -> None:
         for executor in (self._compiling, self.masks):
@@ -96,8 +99,13 @@ class GrammarLibrary:
             except ModelLoadError as error:
                 raise UnsupportedError(f"Structured output needs the model's tokenizer: {error.message}") from error
             vocabulary = vocabulary_of(tokenizer, self._vocab_size)
+            self._words = np.array([_has_letter(token) for token in vocabulary.tokens], dtype=np.bool_)
             self._compiler = GrammarCompiler(vocabulary, exact_encoder(tokenizer, vocabulary))
         return self._compiler
+
+
+def _has_letter(token: bytes) -> bool:
+    return any(char.isalpha() for char in token.decode("utf-8", "ignore"))
 
 
 def _yield_to_others() -> None:

@@ -23,13 +23,21 @@ class OutputMatcher:
         matcher: at its start, this request's own; an error instead, and no token will follow.
         vocab_size: of the logits.
         ends: ids that end the output once it is complete.
+        words: True for each token with a letter in it; None: all are taken for words.
     """
 
-    def __init__(self, matcher: LLMatcher | BiphaseError, vocab_size: int, ends: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher | BiphaseError,
+        vocab_size: int,
+        ends: Iterable[int] = (),
+        words: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         # Why there is no next token; it stays.
         self.error: BiphaseError | None = matcher if isinstance(matcher, BiphaseError) else None
         self._matcher = matcher if isinstance(matcher, LLMatcher) else None
         self._vocab_size = vocab_size
+        self._words = words
         self._ends = np.array(sorted({token_id for token_id in ends if token_id < vocab_size}), dtype=np.int64)
         self._pending: Future[None] | None = None
         # bool [vocab_size]; valid once computed, until the next token.
@@ -46,6 +54,10 @@ class OutputMatcher:
             return  # Nothing follows.
         if not matcher.consume_token(token_id) and self.error is None:
             self.error = InternalError(f"token {token_id} does not follow the grammar: {matcher.get_error()}"[:300])
+
+    def is_word(self, token_id: int) -> bool:
+        """Whether repeating the token is repetition: marks and digits make up every JSON text and number."""
+        return self._words is None or bool(self._words[token_id])
 
     def begin(self, executor: Executor) -> None:
         """Starts to compute the mask elsewhere."""

@@ -15,9 +15,9 @@ from biphase.errors import InvalidRequestError
 from biphase.grammar.limits import MAX_CHOICES, MAX_NESTING, MAX_SPEC_CHARACTERS
 from biphase.request import StructuredOutput
 
-# Between two parts of a JSON text: nothing, a space, or a new line and its indentation. A small model that may write
-# white space without end does so.
-JSON_WHITESPACE = r"( |\n {0,32})?"
+# White space in JSON that is neither: a space after each comma and colon, as most JSON in the world is written. A model
+# that may write white space without end sometimes does, and one that may leave it out stumbles over it.
+USUAL_SPACING = None
 NO_WHITESPACE = ""
 
 
@@ -32,11 +32,11 @@ class ToolCallForm:
     strict: bool = False
 
 
-def json_schema(schema: Any, *, whitespace: str = JSON_WHITESPACE) -> StructuredOutput:
+def json_schema(schema: Any, *, whitespace: str | None = USUAL_SPACING) -> StructuredOutput:
     """
     Args:
         schema: a JSON schema: an object, true or false, or the JSON text of one.
-        whitespace: regular expression of what may stand between two parts.
+        whitespace: regular expression of what may stand between two parts, where it is not the usual.
 
     Raises:
         InvalidRequestError: no schema, too deep or too large.
@@ -53,7 +53,7 @@ def json_schema(schema: Any, *, whitespace: str = JSON_WHITESPACE) -> Structured
     return StructuredOutput("json_schema", _json({"schema": schema, "whitespace": whitespace}))
 
 
-def json_object(*, whitespace: str = JSON_WHITESPACE) -> StructuredOutput:
+def json_object(*, whitespace: str | None = USUAL_SPACING) -> StructuredOutput:
     """Any JSON object."""
     return StructuredOutput("json_object", _json({"whitespace": whitespace}))
 

@@ -47,7 +47,8 @@ class SamplingRow:
         self._num_seen = 0
         self._place: dict[int, int] = {}
         if self.has_penalties:
-            self._seen_ids = _ids(set(prompt_token_ids), vocab_size)
+            # Structured output takes its names and values from the prompt: only its own repetitions count.
+            self._seen_ids = _ids(set(prompt_token_ids) if matcher is None else (), vocab_size)
             self._num_seen = len(self._seen_ids)
             self._seen_counts = np.zeros(self._num_seen, dtype=np.float32)
             self._place = {token: place for place, token in enumerate(self._seen_ids.tolist())}
@@ -71,7 +72,7 @@ class SamplingRow:
         if self._longest_word:
             self._tail.append(token_id)
             del self._tail[: -self._longest_word]
-        if not self.has_penalties:
+        if not self.has_penalties or (self.matcher is not None and not self.matcher.is_word(token_id)):
             return
         place = self._place.get(token_id)
         if place is None:
@@ -85,7 +86,8 @@ class SamplingRow:
 
     @property
     def seen_ids(self) -> npt.NDArray[np.int64]:
-        """Tokens of prompt and output, each once, in order of appearance after the prompt's."""
+        """Tokens of prompt and output, each once, in order of appearance after the prompt's; of structured output its
+        words only."""
         return self._seen_ids[: self._num_seen]
 
     @property

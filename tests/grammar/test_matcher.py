@@ -120,6 +120,24 @@ def test_bias_and_penalties_choose_within_the_grammar(grammar_compiler: GrammarC
     assert walk(row_of(grammar_compiler, params), 3)[0] == ids["c"]
 
 
+def test_penalties_count_the_output_and_its_words_only(grammar_compiler: GrammarCompiler, ids: dict[str, int]) -> None:
+    """What the prompt says may be said again, and JSON repeats its marks and digits by necessity."""
+    asked = spec.regex("[a-z1]+")
+    one = 20  # some token that is no word
+    words = np.ones(MODEL_VOCAB_SIZE, dtype=np.bool_)
+    words[one] = False
+    matcher = OutputMatcher(grammar_compiler.compile(asked).deep_copy(), MODEL_VOCAB_SIZE, (EOS,), words)
+    params = params_of(asked, repetition_penalty=2.0, frequency_penalty=1.0)
+    row = SamplingRow(params, [ids["c"]], MODEL_VOCAB_SIZE, matcher)
+    assert row.seen_ids.tolist() == []
+    row.add_output(ids["a"])
+    row.add_output(one)
+    assert row.seen_ids.tolist() == [ids["a"]]
+    free = SamplingRow(SamplingParams(repetition_penalty=2.0), [ids["c"]], MODEL_VOCAB_SIZE)
+    free.add_output(one)
+    assert set(free.seen_ids.tolist()) == {ids["c"], one}
+
+
 def test_company_does_not_matter(grammar_compiler: GrammarCompiler) -> None:
     """A structured row beside free ones and others: the same token, and theirs as without it."""
     import torch

@@ -93,17 +93,17 @@ def _structured_outputs(given: Any) -> AskedForm | None:
     return _built(kinds[0], given[kinds[0]], f"structured_outputs.{kinds[0]}", whitespace=whitespace)
 
 
-def _whitespace(pattern: Any, disabled: Any, param: str) -> str:
+def _whitespace(pattern: Any, disabled: Any, param: str) -> str | None:
     if disabled:
         return spec.NO_WHITESPACE
     if pattern is None:
-        return spec.JSON_WHITESPACE
+        return spec.USUAL_SPACING
     if not isinstance(pattern, str):
         raise invalid("whitespace_pattern must be a regular expression.", param)
     return pattern
 
 
-def _built(kind: str, value: Any, param: str, *, whitespace: str = spec.JSON_WHITESPACE) -> AskedForm:
+def _built(kind: str, value: Any, param: str, *, whitespace: str | None = spec.USUAL_SPACING) -> AskedForm:
     try:
         if kind == "json":
             return AskedForm(spec.json_schema(value, whitespace=whitespace), param)

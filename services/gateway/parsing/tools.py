@@ -19,7 +19,8 @@ class AskedTools:
         callable: those that may be called; all, or the one that the client named.
         is_required: the answer is calls and nothing else.
         is_named: the client chose the one.
-        many: more than one call may be made.
+        many: more than one call may be made. Where calls are all that may come, only if the client says so: a model
+            that is not sure whether it is done would go on calling, since the grammar offers nothing else to say.
     """
 
     shown: list[dict[str, Any]]
@@ -48,11 +49,11 @@ def parse_tools(body: ChatRequest) -> AskedTools | None:
         if choice is not None:
             raise invalid("When using `tool_choice`, `tools` must be set.", "tool_choice")
         return None
-    many = body.parallel_tool_calls is not False
+    parallel = body.parallel_tool_calls
     if choice in (None, "auto"):
-        return AskedTools(tools, tools, is_required=False, is_named=False, many=many)
+        return AskedTools(tools, tools, is_required=False, is_named=False, many=parallel is not False)
     if choice == "required":
-        return AskedTools(tools, tools, is_required=True, is_named=False, many=many)
+        return AskedTools(tools, tools, is_required=True, is_named=False, many=parallel is True)
     name = _named_choice(choice)
     named = [tool for tool in tools if tool["function"]["name"] == name]
     if not named:
