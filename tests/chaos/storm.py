@@ -121,7 +121,8 @@ class Storm:
                 logprobs = 1 if rng.random() < 0.3 else None
                 begun = time.monotonic()
                 answer = await asker.ask(question, stream=rng.random() < 0.6, cache_salt=salt, logprobs=logprobs)
-                if answer.refused_connection and not self._cluster.processes["gateway-0"].ready:
+                gateway = self._cluster.processes["gateway-0"]
+                if answer.refused_connection and not (gateway.running and gateway.ready):
                     # Nobody was asked: the gateway is being started again.
                     await asyncio.sleep(0.2)
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Callable
@@ -15,9 +16,13 @@ from tests.chaos.processes import ServiceProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
+# `make test` runs a share of these, `make chaos` all.
+LONG = "CHAOS_FAULTS" in os.environ
+only_long = pytest.mark.skipif(not LONG, reason="takes long; make chaos runs it")
 DEADLINE_SECONDS = 30.0
-# From the freeze of a worker until every stream it had goes on elsewhere: found by keepalive, then moved.
-FREEZE_NOTICED_SECONDS = 6.0
+# From the freeze of a worker until every stream it had goes on elsewhere: found by keepalive within five seconds, then
+# prompts and outputs so far are computed anew, all at once and on few cores.
+PAUSE_SECONDS = 12.0
 
 
 async def disturbed(
@@ -49,7 +54,7 @@ def assert_all_equal(answers: list[Answer], known: dict[Question, Answer]) -> No
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("after_seconds", [0.15, 0.6, 1.5])
+@pytest.mark.parametrize("after_seconds", [0.15, 0.6, 1.5] if LONG else [0.6])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_kill_9_in_the_middle_of_32_streams(
     cluster: ChaosCluster, long_streams: dict[Question, Answer], role: str, after_seconds: float
@@ -61,6 +66,7 @@ async def test_kill_9_in_the_middle_of_32_streams(
         assert sum(entry.get("num_moves", 0) for entry in cluster.status()["requests"][:32]) > 0
 
 
+@only_long
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_frozen_worker_is_left_within_seconds(
     cluster: ChaosCluster, long_streams: dict[Question, Answer], role: str
@@ -72,12 +78,13 @@ async def test_a_frozen_worker_is_left_within_seconds(
     longest = max(answer.longest_gap_seconds for answer in answers)
     slowest = max(answer.seconds for answer in answers)
     print(f"{role} frozen: longest pause {longest:.1f} s, slowest answer {slowest:.1f} s")
-    assert longest < FREEZE_NOTICED_SECONDS + 2.0
+    assert longest < PAUSE_SECONDS
     # It comes back into the middle of other work, and must do no harm to that.
     again = await disturbed(cluster, long_streams, victim.thaw, 0.3)
     assert_all_equal(again, long_streams)
 
 
+@only_long
 async def test_freezes_that_come_and_go(cluster: ChaosCluster, long_streams: dict[Question, Answer]) -> None:
     """Shorter than anyone notices: a pause, nothing else."""
     rng = random.Random(3)
