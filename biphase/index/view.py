@@ -12,6 +12,7 @@ live ones; its entries go in small steps (`sweep`), so that losing a node with a
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _NUM_SHARDS = 64
 _NOBODY = 0  # number of the empty set
 # Looked at first; most chains that miss do so early.
 _FIRST_LOOK = 64
+# `leading_blocks` looks at one block in so many.
+_STRIDE = 8
 _WORDS_PER_HASH = HASH_BYTES // 8
 
 
@@ -130,11 +133,47 @@ class IndexView:
         return sorted(lengths.items(), key=lambda found: (-found[1], found[0]))
 
     def leading_blocks(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
-        """Incarnation -> leading blocks of a chain that this life of a holder has; those with none are absent."""
+        """Incarnation -> leading blocks of a chain that this life of a holder has; those with none are absent.
+
+        For choosing among holders: looks at every eighth block, and at all between two whose holders differ. A holder
+        that lacks fewer than eight blocks in the middle of what it has may be counted as if it had them.
+        """
+        runs: list[tuple[int, int]] = []
+        for start in range(0, len(hashes), _STRIDE * _FIRST_LOOK):
+            part = hashes[start : start + _STRIDE * _FIRST_LOOK]
+            samples = self._numbers_of(part[::_STRIDE])
+            for place, number in enumerate(samples):
+                if runs and number != runs[-1][0]:
+                    before = max(0, place * _STRIDE - _STRIDE)
+                    runs += zip(self._numbers_of(part[before : place * _STRIDE]), itertools.count(start + before))
+                runs.append((number, start + place * _STRIDE))
+                if number == _NOBODY:
+                    break
+            else:
+                continue
+            break
+        else:
+            tail = len(hashes) - 1 - (len(hashes) - 1) % _STRIDE
+            if hashes:
+                runs += zip(self._numbers_of(hashes[tail:]), itertools.count(tail))
+        lengths: dict[Slot, int] = {}
+        current: set[Slot] | frozenset[Slot] = self._live.keys() & self._sets[runs[0][0]] if runs else set()
+        last = runs[0][0] if runs else _NOBODY
+        for number, place in runs:
+            if number == last:
+                continue
+            last = number
+            found = self._sets[number]
+            if not current <= found:
+                lengths.update(dict.fromkeys(current - found, place))
+                current = current & found
+        lengths.update(dict.fromkeys(current, len(hashes)))
         live, holders = self._live, self._holders
-        return {
-            holders[live[slot]].incarnation: length for slot, length in self._prefix_lengths(hashes).items() if length
-        }
+        return {holders[live[slot]].incarnation: length for slot, length in lengths.items() if length}
+
+    def _numbers_of(self, hashes: Sequence[BlockHash]) -> list[int]:
+        shards = self._shards
+        return [shards[key % _NUM_SHARDS].get(key, _NOBODY) for key in _keys(b"".join(hashes))]
 
     def plan(self, hashes: Sequence[BlockHash], exclude: Collection[NodeId] = ()) -> list[Span]:
         """Covers the longest leading part of a chain that some holders have together, with few holders.

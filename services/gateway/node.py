@@ -34,6 +34,7 @@ class Node:
         "node_id",
         "num_in_flight",
         "num_prefill_tokens_in_flight",
+        "num_prefill_tokens_waiting",
         "refused",
         "role",
         "suspended_until",
@@ -49,6 +50,8 @@ class Node:
         # Sequences this gateway has running there, and their uncached prompt tokens still to be computed there.
         self.num_in_flight = 0
         self.num_prefill_tokens_in_flight = 0
+        # Of prompts that wait in this gateway for this node and no other, since it has their beginning.
+        self.num_prefill_tokens_waiting = 0
         # Why it gets no work whatever its state; "" when there is no reason.
         self.refused = ""
         # The registry says that it is on its way out.
@@ -91,7 +94,9 @@ class Node:
         # The status is up to a second old; what this gateway gave since then counts too.
         status, view = self._status, self.view
         view.num_running = max(status.num_running + status.num_waiting_for_remote_kv, self.num_in_flight)
-        view.num_queued_prefill_tokens = max(status.num_queued_prefill_tokens, self.num_prefill_tokens_in_flight)
+        view.num_queued_prefill_tokens = (
+            max(status.num_queued_prefill_tokens, self.num_prefill_tokens_in_flight) + self.num_prefill_tokens_waiting
+        )
 
     def give_sequence(self) -> None:
         """One more sequence of this gateway runs there."""
@@ -110,6 +115,11 @@ class Node:
 
     def take_prefill_back(self, num_tokens: int) -> None:
         self.num_prefill_tokens_in_flight = max(0, self.num_prefill_tokens_in_flight - num_tokens)
+        self._count()
+
+    def expect_prefill(self, num_tokens: int) -> None:
+        """A prompt waits here for this node, with so many uncached tokens; negative: not any more."""
+        self.num_prefill_tokens_waiting += num_tokens
         self._count()
 
     def forget_prefill(self) -> None:

@@ -30,10 +30,14 @@ class NodeView:
 class RouteRequest:
     request_id: str
     num_tokens: int
-    # Incarnation -> leading tokens of this prompt that the node holds; nodes with none are absent. Block stores too.
-    num_cached_tokens: Mapping[str, int] = field(default_factory=dict)
-    # The longest of these: what any node can read from another.
+    # Incarnation -> leading blocks of this prompt that the node holds; nodes with none are absent. Block stores too.
+    num_cached_blocks: Mapping[str, int] = field(default_factory=dict)
+    block_size: int = 0
+    # What any node can read from another: no fewer tokens than the most above, or 0 where nodes read nothing.
     num_fetchable_tokens: int = 0
+
+    def num_cached_tokens(self, incarnation: str) -> int:
+        return self.num_cached_blocks.get(incarnation, 0) * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class RoutingPolicy(Protocol):
     """Stateless but for what spreads ties; `choose` must be quick and must not wait."""
 
     name: str
+    # Whether a request waits when the best node is too busy to take it; else it goes to the best of the others.
+    waits_for_best: bool
 
     def choose(self, request: RouteRequest, decodes: Sequence[NodeView], prefills: Sequence[NodeView]) -> Decision:
         """`decodes` is not empty; `prefills` may be."""

@@ -42,23 +42,29 @@ class Ticket:
     arrival: float = field(default_factory=time.monotonic)
     # A stream that lost its worker goes before what has not begun.
     moved: bool = False
-    _hashes: dict[tuple[bytes, int], list[BlockHash]] = field(default_factory=dict)
+    # Block hashes by namespace and block size, made when first asked for.
+    chains: dict[tuple[bytes, int], list[BlockHash]] = field(default_factory=dict)
 
     def hashes(self, namespace: bytes, block_size: int) -> list[BlockHash]:
         key = (namespace, block_size)
-        if key not in self._hashes:
+        if key not in self.chains:
             chain: list[BlockHash] = []
             if block_size:
                 extend_block_hashes(chain, root_hash(namespace, self.cache_salt), self.token_ids, block_size)
-            self._hashes[key] = chain
-        return self._hashes[key]
+            self.chains[key] = chain
+        return self.chains[key]
 
 
 class Placement:
     """A place given to a ticket. `prefilled` and `release` give back what it counts; both may be called twice."""
 
     def __init__(
-        self, decode: Node, prefills: Sequence[Node], decision: Decision, num_uncached: int, freed: Callable[[], None]
+        self,
+        decode: Node,
+        prefills: Sequence[Node],
+        decision: Decision,
+        num_uncached: int,
+        freed: Callable[[Node], None],
     ) -> None:
         self.decode = decode
         self.prefills = tuple(prefills)
@@ -75,14 +81,22 @@ class Placement:
         if self._num_uncached:
             self.prefills[0].take_prefill_back(self._num_uncached)
             self._num_uncached = 0
-            self._freed()
+            self._freed(self.prefills[0])
 
     def release(self) -> None:
         if self._held:
             self._held = False
             self.prefilled()
             self.decode.take_sequence_back()
-            self._freed()
+            self._freed(self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Detour:
+    """No place yet: waiting for this busy node is quicker than any that is free, as it has the prompt's beginning."""
+
+    node: Node
+    num_uncached_tokens: int
 
 
 class WorkerPools(Protocol):
@@ -97,6 +111,7 @@ class Router:
     """
     Args:
         index: what the index in Redis says; None without one.
+        fetches: whether workers read from each other what they lack; without an index they cannot.
         max_backlog_tokens: uncached tokens sent ahead to one prefill worker; 0 takes two of its steps.
         max_busy_local_tokens: prompts with so many uncached tokens at most go to decode alone when all prefill workers
             have more than that to do.
@@ -109,6 +124,7 @@ class Router:
         *,
         speculation: SpeculativeHolders,
         index: PrefixHolders | None = None,
+        fetches: bool = True,
         max_backlog_tokens: int = 0,
         max_busy_local_tokens: int = 0,
         observe: Callable[[Decision], None] = lambda decision: None,
@@ -118,12 +134,13 @@ class Router:
         self._policy = policy
         self._speculation = speculation
         self._index = index
+        self._fetches = fetches and index is not None
         self._max_backlog_tokens = max_backlog_tokens
         self._max_busy_local_tokens = max_busy_local_tokens
         self._observe = observe
         self._clock = clock
-        # Called whenever a place becomes free.
-        self.on_freed: Callable[[], None] = lambda: None
+        # Called whenever a node can take more.
+        self.on_freed: Callable[[Node], None] = lambda node: None
 
     def has_decode(self, ticket: Ticket | None = None) -> bool:
         """Whether any decode worker could take it, full or not."""
@@ -137,12 +154,13 @@ class Router:
             return len(ticket.token_ids) - max(held.values(), default=0) * node.block_size
         return len(ticket.token_ids)
 
-    def place(self, ticket: Ticket) -> Placement | None:
-        """A place for the ticket now, or None when everything that could take it is full."""
+    def place(self, ticket: Ticket) -> Placement | Detour | None:
+        """A place for the ticket now, or the node it had better wait for; None when all that could take it are full."""
+        excluded = ticket.excluded
         decodes = [
             node
             for node in self._directory.usable("decode")
-            if node.incarnation not in ticket.excluded and node.num_in_flight < node.max_num_seqs
+            if node.num_in_flight < node.max_num_seqs and node.incarnation not in excluded
         ]
         if not decodes:
             return None
@@ -153,28 +171,40 @@ class Router:
         decodes = [node for node in decodes if node.namespace == namespace]
         block_size = decodes[0].block_size
         prefills = self._directory.usable("prefill", namespace=namespace)
-        held = self._held(ticket, namespace, block_size)
         num_tokens = len(ticket.token_ids)
-        busy = self._is_quicker_on_decode(prefills, num_tokens - max(held.values(), default=0) * block_size)
+        held = self._held(ticket, namespace, block_size)
+        known = max(held.values(), default=0) * block_size
+        request = RouteRequest(ticket.request_id, num_tokens, held, block_size, known if self._fetches else 0)
+        busy = self._is_quicker_on_decode(prefills, num_tokens - known)
         if busy:
             prefills = []
-        ready = [node for node in prefills if node.num_prefill_tokens_in_flight < self._backlog_limit(node)]
+        ready = [node for node in prefills if self.is_ready(node)]
         if prefills and not ready:
             return None
-        cached = {holder: min(length * block_size, num_tokens) for holder, length in held.items()}
-        request = RouteRequest(ticket.request_id, num_tokens, cached, max(cached.values(), default=0))
-        decision = self._policy.choose(request, [node.view for node in decodes], [node.view for node in ready])
+        decision = self._policy.choose(request, [node.view for node in decodes], [node.view for node in prefills])
+        chosen = [_node(prefills, prefill) for prefill in decision.prefills]
+        if chosen and not self.is_ready(chosen[0]):
+            if self._policy.waits_for_best:
+                return Detour(chosen[0], num_tokens - request.num_cached_tokens(chosen[0].incarnation))
+            decision = self._policy.choose(request, [node.view for node in decodes], [node.view for node in ready])
+            chosen = [_node(prefills, prefill) for prefill in decision.prefills]
         if busy:
             decision = replace(decision, reason=PREFILL_BUSY)
-        decode = next(node for node in decodes if node.incarnation == decision.decode)
-        chosen = [next(node for node in ready if node.incarnation == prefill) for prefill in decision.prefills]
         if len(chosen) < MAX_PREFILL_CANDIDATES:
             chosen += [node for node in prefills if node not in chosen]
+        chosen = chosen[:MAX_PREFILL_CANDIDATES]
+        decode = _node(decodes, decision.decode)
         self._note(ticket, decode, chosen, decision, namespace, block_size)
-        best = max((held.get(node.incarnation, 0) for node in (decode, *chosen[:1])), default=0) * block_size
-        return Placement(
-            decode, chosen[:MAX_PREFILL_CANDIDATES], decision, max(0, num_tokens - best), lambda: self.on_freed()
-        )
+        uncached = num_tokens - max(request.num_cached_tokens(node.incarnation) for node in (decode, *chosen[:1]))
+        return Placement(decode, chosen, decision, uncached, self._free)
+
+    def _free(self, node: Node) -> None:
+        self.on_freed(node)
+
+    def is_ready(self, node: Node) -> bool:
+        """Whether more may be sent there ahead."""
+        limit = self._max_backlog_tokens or _BACKLOG_STEPS * node.max_num_batched_tokens
+        return node.num_prefill_tokens_in_flight < limit
 
     def fits_decode(self, num_uncached: int) -> bool:
         """Whether a prompt is short enough for decode to prefill it while the prefill pool is busy."""
@@ -187,16 +217,19 @@ class Router:
             return False
         return min(node.num_prefill_tokens_in_flight for node in prefills) > num_uncached
 
-    def _backlog_limit(self, node: Node) -> int:
-        return self._max_backlog_tokens or _BACKLOG_STEPS * node.max_num_batched_tokens
-
     def _held(self, ticket: Ticket, namespace: bytes, block_size: int) -> Mapping[str, int]:
         hashes = ticket.hashes(namespace, block_size)
         expected = self._speculation.num_leading_blocks(hashes)
         if self._index is None:
             return expected
         known = self._index.num_leading_blocks(hashes)
-        return {holder: max(expected.get(holder, 0), known.get(holder, 0)) for holder in {*expected, *known}}
+        if not expected:
+            return known
+        held = {**known, **expected}
+        for holder, length in known.items():
+            if length > held[holder]:
+                held[holder] = length
+        return held
 
     def _note(
         self,
@@ -223,3 +256,7 @@ class Router:
             waited_seconds=round(self._clock() - ticket.arrival, 4),
             **{name: round(value, 4) for name, value in decision.numbers.items()},
         )
+
+
+def _node(nodes: Sequence[Node], incarnation: str) -> Node:
+    return next(node for node in nodes if node.incarnation == incarnation)

@@ -2,7 +2,8 @@
 
 Order: streams that lost their worker, then by priority, then shortest uncached prompt first with ageing, so that a
 long one is overtaken for a while but never for ever. A prompt that is short enough for decode to prefill between its
-steps waits for decode alone: a long one at the head, waiting for a prefill worker, does not hold it up.
+steps waits for decode alone: a long one at the head, waiting for a prefill worker, does not hold it up. A prompt whose
+beginning a busy worker has, so that waiting for that one is quicker than any other, stands aside and holds up nobody.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import itertools
 from collections.abc import Callable
 
 from biphase.errors import OverloadedError, UnavailableError
-from services.gateway.routing.router import Placement, Router, Ticket
+from services.gateway.node import Node
+from services.gateway.routing.router import Detour, Placement, Router, Ticket
 
 # A waiting prompt gains on shorter ones by so many tokens a second.
 AGEING_TOKENS_PER_SECOND = 1000.0
@@ -21,7 +23,7 @@ AGEING_TOKENS_PER_SECOND = 1000.0
 class Waiter:
     """One ticket in the line. `answered` is called once, unless it left before."""
 
-    __slots__ = ("answered", "num_tokens", "ticket")
+    __slots__ = ("answered", "num_tokens", "ticket", "waits_for")
 
     def __init__(
         self, ticket: Ticket, num_tokens: int, answered: Callable[[Placement | UnavailableError], None]
@@ -29,6 +31,8 @@ class Waiter:
         self.ticket = ticket
         self.num_tokens = num_tokens
         self.answered: Callable[[Placement | UnavailableError], None] | None = answered
+        # Set while it stands aside.
+        self.waits_for: Detour | None = None
 
 
 _Entry = tuple[bool, int, float, int, Waiter]
@@ -47,10 +51,11 @@ class WaitingLine:
         self._prefill_rate = prefill_rate
         self._long: list[_Entry] = []
         self._short: list[_Entry] = []
+        self._aside: dict[Node, list[_Entry]] = {}
         self._numbers = itertools.count()
         self._waiting_tokens = 0
         self.num_waiting = 0
-        router.on_freed = self.wake
+        router.on_freed = self._freed
 
     def enter(self, ticket: Ticket, answered: Callable[[Placement | UnavailableError], None]) -> Waiter | None:
         """Answers at once (and returns None), or lets the ticket wait.
@@ -61,7 +66,7 @@ class WaitingLine:
         """
         if not self._router.has_decode(ticket):
             raise UnavailableError("No decode worker is available.")
-        if not self.num_waiting and (placement := self._router.place(ticket)) is not None:
+        if not self._long and not self._short and isinstance(placement := self._router.place(ticket), Placement):
             answered(placement)
             return None
         if self.num_waiting >= self._max_waiting and not ticket.moved:
@@ -71,11 +76,10 @@ class WaitingLine:
         waiter = Waiter(ticket, self._router.num_uncached_tokens(ticket), answered)
         # Everybody ages alike, so the order of two never changes and a heap will do.
         rank = waiter.num_tokens + ticket.arrival * AGEING_TOKENS_PER_SECOND
-        heap = self._short if self._router.fits_decode(waiter.num_tokens) else self._long
-        heapq.heappush(heap, (not ticket.moved, ticket.priority, rank, next(self._numbers), waiter))
+        heapq.heappush(self._heap(waiter), (not ticket.moved, ticket.priority, rank, next(self._numbers), waiter))
         self.num_waiting += 1
         self._waiting_tokens += waiter.num_tokens
-        self.wake()
+        self._serve()
         return waiter
 
     def leave(self, waiter: Waiter) -> None:
@@ -84,7 +88,31 @@ class WaitingLine:
             self._count_out(waiter)
 
     def wake(self) -> None:
-        """Gives out places while there are any. Called when one becomes free or a node changes."""
+        """Gives out places while there are any. Called when a node comes, goes or changes."""
+        for entries in self._aside.values():
+            for entry in entries:
+                self._step_back(entry)
+        self._aside.clear()
+        self._serve()
+
+    def _freed(self, node: Node) -> None:
+        """A node can take more: first those who wait for it and no other, then the line."""
+        entries = self._aside.get(node)
+        while entries and self._router.is_ready(node):
+            self._step_back(heapq.heappop(entries))
+            self._serve()
+        if entries is not None and not entries:
+            self._aside.pop(node, None)
+        self._serve()
+
+    def _step_back(self, entry: _Entry) -> None:
+        """From aside into the line."""
+        waiter = entry[-1]
+        self._forget(waiter)
+        if waiter.answered is not None:
+            heapq.heappush(self._heap(waiter), entry)
+
+    def _serve(self) -> None:
         open_heaps = [heap for heap in (self._short, self._long) if heap]
         while open_heaps:
             heap = min(open_heaps, key=lambda entries: entries[0][:4])
@@ -98,21 +126,35 @@ class WaitingLine:
         if waiter.answered is None:
             heapq.heappop(heap)
             return True
-        answer: Placement | UnavailableError | None
+        answer: Placement | Detour | UnavailableError | None
         if self._router.has_decode(waiter.ticket):
             answer = self._router.place(waiter.ticket)
         else:
             answer = UnavailableError("No decode worker is available.")
         if answer is None:
             return False
-        heapq.heappop(heap)
+        entry = heapq.heappop(heap)
+        if isinstance(answer, Detour):
+            waiter.waits_for = answer
+            answer.node.expect_prefill(answer.num_uncached_tokens)
+            heapq.heappush(self._aside.setdefault(answer.node, []), entry)
+            return True
         answered = waiter.answered
         self._count_out(waiter)
         answered(answer)
         return True
 
+    def _heap(self, waiter: Waiter) -> list[_Entry]:
+        return self._short if self._router.fits_decode(waiter.num_tokens) else self._long
+
+    def _forget(self, waiter: Waiter) -> None:
+        if waiter.waits_for is not None:
+            waiter.waits_for.node.expect_prefill(-waiter.waits_for.num_uncached_tokens)
+            waiter.waits_for = None
+
     def _count_out(self, waiter: Waiter) -> None:
         waiter.answered = None
+        self._forget(waiter)
         self.num_waiting -= 1
         self._waiting_tokens -= waiter.num_tokens
 

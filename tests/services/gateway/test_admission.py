@@ -111,3 +111,39 @@ async def test_release_twice_is_harmless(one_place: tuple[_Nodes, AdmissionQueue
     placement.release()
     placement.release()
     assert nodes.decode.num_in_flight == 0
+
+
+def _prefill(name: str) -> Node:
+    layout = common_pb2.KVLayout(namespace=b"n" * 32, block_size_tokens=16)
+    info = node_pb2.NodeInfo(node_id=name, role="prefill", incarnation=name, layout=layout, max_num_batched_tokens=512)
+    return Node(name, info, node_pb2.NodeStatus(state="ready", prefill_tokens_per_second=1000.0))
+
+
+async def test_who_waits_for_the_holder_of_its_prefix_holds_up_nobody() -> None:
+    nodes = _Nodes(100)
+    nodes._nodes |= {"p0": _prefill("p0"), "p1": _prefill("p1")}
+    router = Router(nodes, policy_named("cost"), speculation=SpeculativeHolders(lifetime_seconds=10))
+    queue = AdmissionQueue(WaitingLine(router, max_waiting=3))
+    first = await queue.admit(_ticket("first", 8000))
+    holder = first.prefills[0]
+    first.prefilled()
+    # The holder is busy for a moment; computing the 8,000 tokens again would take longer than that.
+    holder.give_prefill(2000)
+    again = asyncio.create_task(queue.admit(_ticket("again", 8000)))
+    await asyncio.sleep(0)
+    assert not again.done() and queue.num_waiting == 1 and holder.num_prefill_tokens_waiting < 16
+    other = Ticket("other", list(range(50_000, 50_500)), "")
+    assert (await queue.admit(other)).prefills[0] is not holder
+    holder.take_prefill_back(2000)
+    router.on_freed(holder)
+    placement = await again
+    assert placement.prefills[0] is holder and placement.decision.reason == "cached"
+    assert queue.num_waiting == 0 and holder.num_prefill_tokens_waiting == 0
+    # Whoever gives up while it stands aside leaves no trace.
+    holder.give_prefill(2000)
+    gives_up = asyncio.create_task(queue.admit(_ticket("gives up", 8000)))
+    await asyncio.sleep(0)
+    gives_up.cancel()
+    await asyncio.gather(gives_up, return_exceptions=True)
+    assert queue.num_waiting == 0 and holder.num_prefill_tokens_waiting == 0
+    router.on_freed(holder)

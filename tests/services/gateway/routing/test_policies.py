@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from services.gateway.routing.policies import policy_named, prefill_cost_seconds
+from services.gateway.routing.policies import policy_named, prefill_costs_seconds
 from services.gateway.routing.policy import NodeView, RouteRequest
 
 
@@ -34,7 +34,7 @@ def test_without_prefill_workers_decode_is_on_its_own(name: str) -> None:
 def test_cost_goes_where_the_prefix_is() -> None:
     policy = policy_named("cost")
     for _ in range(3):
-        request = RouteRequest("r", 1000, {"p1": 900})
+        request = RouteRequest("r", 1000, {"p1": 9}, 100)
         decision = policy.choose(request, [node("d")], [node("p0"), node("p1")])
         assert decision.prefills == ("p1", "p0") and decision.reason == "cached"
         assert decision.numbers["prefill_cost_seconds"] == pytest.approx(0.1)
@@ -42,14 +42,15 @@ def test_cost_goes_where_the_prefix_is() -> None:
 
 def test_cost_leaves_a_prefix_whose_holder_is_too_busy() -> None:
     busy = node("p1", num_queued_prefill_tokens=5000)
-    request = RouteRequest("r", 1000, {"p1": 900})
+    request = RouteRequest("r", 1000, {"p1": 9}, 100)
     assert policy_named("cost").choose(request, [node("d")], [node("p0"), busy]).prefills[0] == "p0"
 
 
 def test_what_others_hold_is_read_and_not_computed() -> None:
-    fetched = prefill_cost_seconds(node("p"), RouteRequest("r", 1000, {"store": 800}, 800))
-    computed = prefill_cost_seconds(node("p"), REQUEST)
-    own = prefill_cost_seconds(node("p"), RouteRequest("r", 1000, {"p": 800}, 800))
+    (fetched,) = prefill_costs_seconds([node("p")], RouteRequest("r", 1000, {"store": 8}, 100, 800))
+    (computed,) = prefill_costs_seconds([node("p")], REQUEST)
+    (own,) = prefill_costs_seconds([node("p")], RouteRequest("r", 1000, {"p": 8}, 100, 800))
+    assert own == pytest.approx(0.2) and computed == 1.0
     assert own < fetched < computed
 
 
@@ -63,7 +64,7 @@ def test_cost_counts_speed_and_load() -> None:
 
 def test_least_loaded_does_not_look_at_caches() -> None:
     decision = policy_named("least_loaded").choose(
-        RouteRequest("r", 1000, {"p0": 1000}),
+        RouteRequest("r", 1000, {"p0": 10}, 100),
         [node("d0", num_running=1), node("d1", num_waiting=3)],
         [node("p0", num_queued_prefill_tokens=10), node("p1")],
     )
