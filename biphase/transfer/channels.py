@@ -12,6 +12,7 @@ from typing import Protocol
 from biphase.cache.memory import BlockMemory
 from biphase.errors import BiphaseError
 from biphase.transfer.endpoint import Endpoint
+from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import Hello
 from biphase.transfer.layout import KVLayout
 
@@ -101,6 +102,26 @@ class ReaderContext:
             layout=self.layout,
             transport=transport,
         )
+
+
+def sort_out(
+    kind: Kind, statuses: bytes, blocks: Sequence[ReadRequest], progress: ReadProgress
+) -> Sequence[ReadRequest]:
+    """The blocks that a holder will give, by its DATA frame; the others are noted as stale.
+
+    Raises:
+        FrameError: it is no answer to what was asked.
+    """
+    if kind is not Kind.DATA or len(statuses) != len(blocks):
+        raise FrameError(f"a {kind.name} frame of {len(statuses)} blocks in place of DATA for {len(blocks)}")
+    num_ok = statuses.count(Status.OK)
+    if num_ok == len(blocks):
+        return blocks
+    if num_ok + statuses.count(Status.STALE) != len(blocks):
+        raise FrameError("a DATA frame with an unknown block status")
+    pairs = list(zip(blocks, statuses, strict=True))
+    progress.stale.extend(block.index for block, status in pairs if status != Status.OK)
+    return [block for block, status in pairs if status == Status.OK]
 
 
 class Channel(Protocol):

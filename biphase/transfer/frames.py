@@ -9,10 +9,10 @@ Everything is little-endian. A connection starts with one exchange:
 over tcp the test pattern follows WELCOME, over a unix socket the descriptors of the shared memory. Then, tcp only:
 
     reader -> holder   READ     lease id, all block ids, all generations
-    holder -> reader   per batch of blocks, in the order asked:
-                       DATA     one status byte per block
-                       payload  of the blocks whose status is OK, back to back
-                       trailer  all checksums, all generations of the same blocks, read after the payload was sent
+    holder -> reader   DATA     one status byte per block; then, of the blocks whose status is OK, in the order asked
+                       payload  of one batch, back to back, and
+                       trailer  its checksums, batch after batch, and at last
+                       end      all generations, read again after the last payload was sent
 
 The next READ may be sent before the answer to the last one is complete. A frame is magic, version, kind, length, body.
 Whatever does not parse raises FrameError, and the connection ends.
@@ -34,16 +34,15 @@ from biphase.errors import TransferFailedError
 
 VERSION = 1
 MAX_HELLO_BYTES = 64 * 1024
-MAX_READ_BLOCKS = 4096
-MAX_READ_BYTES = 80 * 1024
 MAX_BATCH_BLOCKS = 256
+MAX_READ_BLOCKS = 8 * MAX_BATCH_BLOCKS
+MAX_READ_BYTES = 40 * 1024
 
 _MAGIC = b"BPKV"
 _HEADER = struct.Struct("<4sHHI")
 _READ_HEAD = struct.Struct("<HI")
 WORD_BYTES = 8
 HEADER_BYTES = _HEADER.size
-TRAILER_BYTES = 2 * WORD_BYTES
 
 
 class FrameError(TransferFailedError):
@@ -128,7 +127,7 @@ def count_field(body: dict[str, Any], name: str, minimum: int, maximum: int) -> 
 def pack_read(lease_id: str, block_ids: Sequence[int], generations: Sequence[int], kind: Kind = Kind.READ) -> bytes:
     """A READ (or PIN) frame; at most MAX_READ_BLOCKS blocks."""
     lease = lease_id.encode()
-    body = _READ_HEAD.pack(len(lease), len(block_ids)) + lease + _pack_words(block_ids) + _pack_words(generations)
+    body = _READ_HEAD.pack(len(lease), len(block_ids)) + lease + pack_words(block_ids) + pack_words(generations)
     return pack_header(kind, len(body)) + body
 
 
@@ -148,7 +147,7 @@ def unpack_read(body: bytes) -> tuple[str, list[int], list[int]]:
         lease_id = body[_READ_HEAD.size : start].decode()
     except UnicodeDecodeError as error:
         raise FrameError("a READ frame whose lease id is not text") from error
-    words = _unpack_words(body[start:])
+    words = unpack_words(body[start:])
     return lease_id, words[:num_blocks], words[num_blocks:]
 
 
@@ -156,29 +155,20 @@ def pack_data(statuses: bytes) -> bytes:
     return pack_header(Kind.DATA, len(statuses)) + statuses
 
 
-def pack_trailer(checksums: Sequence[int], generations: Sequence[int]) -> bytes:
-    return _pack_words(checksums) + _pack_words(generations)
-
-
-def unpack_trailer(raw: bytes, num_checksums: int) -> tuple[list[int], list[int]]:
-    """Checksums and generations."""
-    words = _unpack_words(raw)
-    return words[:num_checksums], words[num_checksums:]
-
-
 def checksums(payloads: Sequence[memoryview], block_ids: Sequence[int]) -> list[int]:
     """XXH3-64 of each block's bytes, seeded with its id at the holder: one in another's place does not pass."""
     return list(map(xxhash.xxh3_64_intdigest, payloads, block_ids))
 
 
-def _pack_words(values: Sequence[int]) -> bytes:
+def pack_words(values: Sequence[int]) -> bytes:
+    """Checksums or generations, 8 bytes each."""
     words = array("Q", values)
     if sys.byteorder != "little":
         words.byteswap()
     return words.tobytes()
 
 
-def _unpack_words(raw: bytes) -> list[int]:
+def unpack_words(raw: bytes | bytearray) -> list[int]:
     words = array("Q", raw)
     if sys.byteorder != "little":
         words.byteswap()

@@ -46,7 +46,7 @@ class Welcome:
     """What a reader has to know about a holder beyond its endpoint."""
 
     num_blocks: int
-    # Blocks per DATA frame, but for the last of a READ.
+    # Blocks in a batch, but for the last of a READ.
     batch_blocks: int
 
 

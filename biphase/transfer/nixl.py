@@ -31,7 +31,7 @@ from typing import Any
 from biphase.cache.memory import BlockMemory, SharedRegion
 from biphase.errors import BiphaseError, ConfigError, TransferFailedError
 from biphase.transfer import frames
-from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, Tick
+from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, Tick, sort_out
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import PATTERN_BYTES, introduce, test_pattern
@@ -125,7 +125,7 @@ class NixlHost:
                     return
                 _expect(sock, Kind.DONE, deadline)
             after = generations_of(self._pool.generations, list(itertools.compress(block_ids, current)))
-            sock.send_bytes(frames.pack_trailer([], after), deadline)
+            sock.send_bytes(frames.pack_words(after), deadline)
         finally:
             self._leases.end_io(lease)
 
@@ -218,15 +218,7 @@ class NixlChannel:
         sock = self._socket
         ids, generations = [block.block_id for block in blocks], [block.generation for block in blocks]
         sock.send_bytes(frames.pack_read(lease_id, ids, generations, Kind.PIN), deadline)
-        kind, statuses = sock.recv_frame(deadline, frames.MAX_READ_BLOCKS)
-        if kind is not Kind.DATA or len(statuses) != len(blocks):
-            raise FrameError(f"a {kind.name} frame of {len(statuses)} blocks in place of DATA for {len(blocks)}")
-        good = []
-        for block, status in zip(blocks, statuses, strict=True):
-            if status == Status.OK:
-                good.append(block)
-            else:
-                progress.stale.append(block.index)
+        good = sort_out(*sock.recv_frame(deadline, frames.MAX_READ_BLOCKS), blocks, progress)
         if not good:
             return
         self._transfer(
@@ -237,7 +229,7 @@ class NixlChannel:
             deadline,
         )
         sock.send_bytes(frames.pack_header(Kind.DONE, 0), deadline)
-        _, after = frames.unpack_trailer(sock.recv(len(good) * frames.WORD_BYTES, deadline), num_checksums=0)
+        after = frames.unpack_words(sock.recv(len(good) * frames.WORD_BYTES, deadline))
         for block, generation in zip(good, after, strict=True):
             (progress.verified if generation == block.generation else progress.stale).append(block.index)
 

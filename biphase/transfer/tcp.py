@@ -1,7 +1,7 @@
 """The tcp transport: blocks straight from the holder's memory to the reader's, many per system call.
 
-Owns the READ exchange on both sides. Each block's payload is followed by its checksum and by its generation read again
-after the payload was sent; the reader compares both before it calls a block verified.
+Owns the READ exchange on both sides. Each batch of payload is followed by its blocks' checksums, each READ by their
+generations, read again after the last payload was sent; the reader compares both before it calls a block verified.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from biphase.cache.memory import BlockMemory
 from biphase.errors import TransferFailedError
 from biphase.transfer import frames
-from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, Tick
+from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, Tick, sort_out
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import Welcome, introduce, measure_pattern
@@ -27,7 +27,7 @@ BATCH_SECONDS = 10.0
 
 
 def batch_blocks(block_bytes: int) -> int:
-    """Blocks per DATA frame: half a megabyte: few system calls, and still in the cache when it is checked."""
+    """Blocks in a batch: half a megabyte: few system calls, and still in the cache when it is checked."""
     return max(1, min(frames.MAX_BATCH_BLOCKS, _BATCH_BYTES // block_bytes))
 
 
@@ -86,50 +86,37 @@ class TcpChannel:
 
     def _receive(self, blocks: Sequence[ReadRequest], progress: ReadProgress, deadline: float) -> None:
         sock, size = self._socket, self._batch_blocks
-        # Blocks whose payload is here and whose trailer comes in front of the next DATA frame.
-        unchecked: Sequence[ReadRequest] = ()
-        payloads: list[memoryview] = []
-        for start in range(0, len(blocks), size):
-            batch = blocks[start : start + size]
-            trailer_bytes = len(unchecked) * frames.TRAILER_BYTES
-            raw = sock.recv(trailer_bytes + frames.HEADER_BYTES + len(batch), deadline)
-            good = _sent(raw[trailer_bytes:], batch, progress)
-            self._check(unchecked, payloads, raw[:trailer_bytes], progress)
-            unchecked = good
-            payloads = self._memory.blocks([block.dest_block_id for block in good])
-            sock.recv_into(payloads, len(good) * self._memory.block_bytes, deadline)
-        self._check(unchecked, payloads, sock.recv(len(unchecked) * frames.TRAILER_BYTES, deadline), progress)
-
-    def _check(
-        self, blocks: Sequence[ReadRequest], payloads: list[memoryview], trailer: bytes, progress: ReadProgress
-    ) -> None:
-        checksums, generations = frames.unpack_trailer(trailer, len(blocks))
-        computed = frames.checksums(payloads, [block.block_id for block in blocks])
-        if computed == checksums and generations == [block.generation for block in blocks]:
-            progress.verified.extend([block.index for block in blocks])
+        head = sock.recv(frames.HEADER_BYTES + len(blocks), deadline)
+        kind, length = frames.unpack_header(head[: frames.HEADER_BYTES], frames.MAX_READ_BLOCKS)
+        if length != len(blocks):
+            raise FrameError(f"a {kind.name} frame of {length} bytes in place of DATA for {len(blocks)} blocks")
+        good = sort_out(kind, head[frames.HEADER_BYTES :], blocks, progress)
+        corrupt: set[int] = set()
+        for start in range(0, len(good), size):
+            corrupt.update(self._receive_batch(good[start : start + size], deadline))
+        generations = frames.unpack_words(sock.recv(len(good) * frames.WORD_BYTES, deadline))
+        if not corrupt and generations == [block.generation for block in good]:
+            progress.verified.extend([block.index for block in good])
             return
-        for block, ours, theirs, generation in zip(blocks, computed, checksums, generations, strict=True):
+        for block, generation in zip(good, generations, strict=True):
             if generation != block.generation:
                 progress.stale.append(block.index)
-            elif ours != theirs:
+            elif block.index in corrupt:
                 progress.corrupt.append(block.index)
             else:
                 progress.verified.append(block.index)
 
-
-def _sent(raw: bytes, batch: Sequence[ReadRequest], progress: ReadProgress) -> Sequence[ReadRequest]:
-    """The blocks of a batch whose payload follows its DATA frame; the others are stale."""
-    kind, length = frames.unpack_header(raw[: frames.HEADER_BYTES], frames.MAX_BATCH_BLOCKS)
-    statuses = raw[frames.HEADER_BYTES :]
-    if kind is not Kind.DATA or length != len(batch):
-        raise FrameError(f"a {kind.name} frame of {length} blocks in place of DATA for {len(batch)}")
-    if statuses.count(Status.OK) == len(batch):
-        return batch
-    if statuses.count(Status.OK) + statuses.count(Status.STALE) != len(batch):
-        raise FrameError("a DATA frame with an unknown block status")
-    pairs = list(zip(batch, statuses, strict=True))
-    progress.stale.extend(block.index for block, status in pairs if status != Status.OK)
-    return [block for block, status in pairs if status == Status.OK]
+    def _receive_batch(self, batch: Sequence[ReadRequest], deadline: float) -> list[int]:
+        """Returns the indexes of blocks whose checksum is wrong."""
+        payloads = self._memory.blocks([block.dest_block_id for block in batch])
+        trailer = bytearray(len(batch) * frames.WORD_BYTES)
+        num_bytes = len(batch) * self._memory.block_bytes + len(trailer)
+        self._socket.recv_into([*payloads, memoryview(trailer)], num_bytes, deadline)
+        theirs = frames.unpack_words(trailer)
+        ours = frames.checksums(payloads, [block.block_id for block in batch])
+        if ours == theirs:
+            return []
+        return [block.index for block, our, their in zip(batch, ours, theirs, strict=True) if our != their]
 
 
 class BlockSender:
@@ -168,38 +155,32 @@ class BlockSender:
             self._send(sock, *frames.unpack_read(sock.recv(length, deadline)))
 
     def _send(self, sock: DeadlineSocket, lease_id: str, block_ids: list[int], generations: list[int]) -> None:
-        trailer = b""
-        for start in range(0, len(block_ids), self.batch_blocks):
-            end = start + self.batch_blocks
-            trailer = self._send_batch(sock, lease_id, block_ids[start:end], generations[start:end], trailer)
-        sock.send_bytes(trailer, time.monotonic() + BATCH_SECONDS)
-
-    def _send_batch(
-        self, sock: DeadlineSocket, lease_id: str, block_ids: list[int], generations: list[int], trailer: bytes
-    ) -> bytes:
-        """Sends a batch behind the trailer of the one before. Returns its own trailer."""
-        deadline = time.monotonic() + BATCH_SECONDS
         lease = self._leases.begin_io(lease_id)
         if lease is None:
-            head = trailer + frames.pack_data(bytes([Status.STALE]) * len(block_ids))
-            sock.send_bytes(head, deadline)
-            return b""
+            stale = frames.pack_data(bytes([Status.STALE]) * len(block_ids))
+            sock.send_bytes(stale, time.monotonic() + BATCH_SECONDS)
+            return
         try:
             current = self._leases.current(lease, block_ids, generations)
             if current is None:
-                statuses = bytes(len(block_ids))
+                front = frames.pack_data(bytes(len(block_ids)))
             else:
-                statuses = bytes(Status.OK if ok else Status.STALE for ok in current)
+                front = frames.pack_data(bytes(Status.OK if ok else Status.STALE for ok in current))
                 block_ids = list(itertools.compress(block_ids, current))
-            payloads = self._memory.blocks(block_ids)
-            # Before sending: it brings the bytes into the processor's cache for the kernel's copy.
-            checksums = frames.checksums(payloads, block_ids)
-            head = trailer + frames.pack_data(statuses)
-            num_bytes = len(payloads) * self._memory.block_bytes
-            sock.send([head, *payloads], len(head) + num_bytes, deadline)
-            # Read again now that the payload has left.
-            trailer = frames.pack_trailer(checksums, generations_of(self._pool.generations, block_ids))
+            for start in range(0, len(block_ids), self.batch_blocks):
+                self._send_batch(sock, front, block_ids[start : start + self.batch_blocks])
+                front = b""
+            # Read again now that all payload has left.
+            end = front + frames.pack_words(generations_of(self._pool.generations, block_ids))
+            sock.send_bytes(end, time.monotonic() + BATCH_SECONDS)
         finally:
             self._leases.end_io(lease)
+
+    def _send_batch(self, sock: DeadlineSocket, front: bytes, block_ids: list[int]) -> None:
+        deadline = time.monotonic() + BATCH_SECONDS
+        payloads = self._memory.blocks(block_ids)
+        # Before sending: it brings the bytes into the processor's cache for the kernel's copy.
+        trailer = frames.pack_words(frames.checksums(payloads, block_ids))
+        num_bytes = len(payloads) * self._memory.block_bytes
+        sock.send([front, *payloads, trailer], len(front) + num_bytes + len(trailer), deadline)
         self._on_sent(len(block_ids), num_bytes)
-        return trailer

@@ -12,8 +12,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from biphase.cache.memory import BlockMemory, SharedGenerations
 from biphase.transfer.channels import ReadRequest
@@ -111,6 +113,13 @@ class HolderProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def freeze(self) -> None:
+        """Stops the process; returns when all its threads have stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+            time.sleep(0.001)
 
     def close(self) -> None:
         if self.process.poll() is None:

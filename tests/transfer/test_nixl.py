@@ -80,7 +80,7 @@ def test_nothing_lands_after_a_frozen_holder_was_given_up(
     start = nixl_agent.Agent.start
 
     def freeze_first(*arguments: object) -> object:
-        process.signal(signal.SIGSTOP)
+        process.freeze()
         return start(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(nixl_agent.Agent, "start", freeze_first)
