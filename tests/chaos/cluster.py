@@ -13,8 +13,8 @@ import signal
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from tests.tiny_tokenizer import MODEL_VOCAB_SIZE, save_tokenizer
 
 MAX_MODEL_LEN = 1536
 LEASE_SECONDS = 3.0
+# A read that nobody answers holds its blocks this long: bytes could still come.
+TRANSFER_SECONDS = 4.0
 
 
 def save_model(folder: Path) -> Path:
@@ -48,6 +50,8 @@ class ClusterPlan:
     dtype: str = "float32"
     num_blocks: int = 640
     request_timeout_seconds: float = 30.0
+    # By role: the command that runs a process somewhere else (in a network namespace), and its address there.
+    homes: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     worker_flags: Sequence[str] = ()
     gateway_flags: Sequence[str] = ()
 
@@ -71,7 +75,18 @@ class ChaosCluster:
         self.valkey.start()
         plan = self.plan
         if plan.kvstore:
-            self._add("kvstore-0", "kvstore", "--port", str(free_port()), "--capacity", "64MiB")
+            self._add(
+                "kvstore-0",
+                "kvstore",
+                "--port",
+                str(free_port()),
+                "--capacity",
+                "64MiB",
+                "--transfer-timeout-seconds",
+                str(TRANSFER_SECONDS),
+                "--lease-seconds",
+                str(LEASE_SECONDS),
+            )
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
             for number in range(count):
                 self._add_worker(f"{role}-{number}", role)
@@ -87,11 +102,13 @@ class ChaosCluster:
 
     def _add_worker(self, name: str, role: str) -> None:
         port, transfer_port = free_port(), free_port()
+        _, host = self.plan.homes.get(role, ((), "127.0.0.1"))
         flags = [
-            "--port", str(port), "--transfer-port", str(transfer_port), "--model", str(self._model),
+            "--host", host, "--port", str(port), "--transfer-port", str(transfer_port), "--model", str(self._model),
             "--dtype", self.plan.dtype, "--num-blocks", str(self.plan.num_blocks), "--num-threads", "1",
             "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "128",
-            "--lease-seconds", str(LEASE_SECONDS), "--transports", self.plan.transports,
+            "--lease-seconds", str(LEASE_SECONDS), "--transfer-timeout-seconds", str(TRANSFER_SECONDS),
+            "--transports", self.plan.transports,
         ]  # fmt: skip
         if self.plan.proxied:
             self.rpc_proxies[name] = FaultProxy(f"127.0.0.1:{port}")
@@ -103,7 +120,8 @@ class ChaosCluster:
     def _add(self, name: str, role: str, *flags: str) -> None:
         common = ("--redis-url", self.valkey.url, "--log-format", "json", "--drain-timeout", "2")
         log_path = Path(self._folder.name) / f"{name}.log"
-        self.processes[name] = ServiceProcess(name, role, (*common, *flags), log_path)
+        prefix, _ = self.plan.homes.get(role, ((), ""))
+        self.processes[name] = ServiceProcess(name, role, (*common, *flags), log_path, prefix)
 
     def of_role(self, *roles: str) -> list[ServiceProcess]:
         return [process for process in self.processes.values() if process.role in roles]
@@ -155,7 +173,16 @@ class ChaosCluster:
                 process.start()
             process.thaw()
         self.wait_ready(60.0)
-        self.wait_idle(5.0 + LEASE_SECONDS)
+        self.wait_idle(5.0 + max(LEASE_SECONDS, TRANSFER_SECONDS))
+
+    def wait_decode_idle(self, seconds: float) -> None:
+        """The same for decode workers alone, while others cannot be reached."""
+        self._wait(
+            seconds,
+            lambda nodes: all(
+                not n["blocks"][kind] for n in nodes if n["role"] == "decode" for kind in ("used", "leased", "draining")
+            ),
+        )
 
     def _wait(self, seconds: float, condition: Any) -> None:
         deadline = time.monotonic() + seconds
