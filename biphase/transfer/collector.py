@@ -44,6 +44,9 @@ class BlockCollector:
         assert len(expected_hashes) >= self._num_full and len(dest_block_ids) >= self.num_blocks
         assert 0 <= first_index <= self.num_blocks
         self._verified = set(range(first_index))
+        # What was verified before the present holder's turn.
+        self._before = set(self._verified)
+        self._distrusted = False
         self._reading: dict[int, Handle] = {}
         self._contiguous = first_index
         self._committed = False
@@ -84,6 +87,7 @@ class BlockCollector:
             known = self._reading.get(handle.index)
             same = known is not None and (known.block_id, known.generation) == (handle.block_id, handle.generation)
             if known is not None and not same:
+                self._distrusted = True
                 raise CorruptBlockError(f"block {handle.index} was announced twice, in different places")
             if handle.index not in self._verified and not same:
                 wanted.append((handle.index, handle))
@@ -102,10 +106,20 @@ class BlockCollector:
     def restart(self) -> None:
         """Forgets what was announced but not verified, and the COMMIT: the next holder starts over.
 
+        Whole blocks stay, since their chain hashes say what is in them. The partial last one does not: only the COMMIT
+        of the holder that sent it would vouch for it. Nothing stays of a holder that contradicted the tokens asked for.
         Only when no read is posted any more.
         """
         self._reading.clear()
         self._committed = False
+        if self._distrusted:
+            self._verified = set(self._before)
+        self._verified = {index for index in self._verified if index < self._num_full or index in self._before}
+        self._before = set(self._verified)
+        self._distrusted = False
+        self._contiguous = 0
+        while self._contiguous in self._verified:
+            self._contiguous += 1
 
     def commit(self, num_tokens: int, chain_hash: bytes) -> None:
         """What PrefillDone says.
@@ -113,6 +127,8 @@ class BlockCollector:
         Raises:
             CorruptBlockError: it prefilled something else than what was asked for. Nothing it sent may be used.
         """
+        # Until every check below has passed.
+        self._distrusted = True
         if num_tokens != self._num_tokens:
             raise CorruptBlockError(f"the prefill covers {num_tokens} tokens, not {self._num_tokens}")
         if chain_hash != self._commit:
@@ -121,11 +137,14 @@ class BlockCollector:
         if missing:
             raise CorruptBlockError(f"the prefill ended without announcing {len(missing)} blocks, first {min(missing)}")
         self._committed = True
+        self._distrusted = False
 
     def _check(self, handle: Handle) -> None:
         index = handle.index
         if not 0 <= index < self.num_blocks:
+            self._distrusted = True
             raise CorruptBlockError(f"block {index} was announced for a request of {self.num_blocks} blocks")
         expected = self._hashes[index] if index < self._num_full else b""
         if handle.block_hash != expected:
+            self._distrusted = True
             raise CorruptBlockError(f"block {index} is announced with another chain hash than its tokens have")

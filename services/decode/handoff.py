@@ -124,6 +124,7 @@ class Handoff:
                 ),
             )
             return
+        collector.restart()
         # The last token is computed here even if its block came: its logits are what is missing.
         num_valid = min(collector.num_contiguous_tokens, len(self._token_ids) - 1)
         log.warning("prefill_falls_back", request_id=request.request_id, num_kept_tokens=num_valid)
@@ -201,6 +202,7 @@ class _Attempt:
         self._endpoint: Endpoint | None = None
         self._reads: set[asyncio.Future[ReadResult]] = set()
         self._error: BiphaseError | None = None
+        self._is_over = False
 
     async def run(self) -> prefill_pb2.PrefillDone:
         """
@@ -283,7 +285,7 @@ class _Attempt:
             raise DeadlineExceededError(f"{node_id} made no progress in {seconds:g} s")
 
     def _take(self, read: asyncio.Future[ReadResult]) -> None:
-        if read.cancelled():
+        if read.cancelled() or self._is_over:
             return
         result = read.result()
         self._handoff.took(result)
@@ -307,3 +309,5 @@ class _Attempt:
     async def quiesce(self) -> None:
         """Returns when no read of this attempt is posted any more."""
         await reads_ended(self._reads)
+        # A result that is delivered only now belongs to nobody: the collector may be at the next candidate.
+        self._is_over = True

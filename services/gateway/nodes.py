@@ -104,8 +104,9 @@ class NodeDirectory:
                     node.info = None
             if node.state != before:
                 self.on_change()
-            # Nodes that are not there yet are asked more often: the first request may be waiting.
-            await asyncio.sleep(self._probe_seconds if node.info is not None else self._probe_seconds / 4)
+            # Nodes that are not there, or in doubt, are asked more often: requests may be waiting for the answer.
+            well = node.info is not None and not node.failed_probes
+            await asyncio.sleep(self._probe_seconds if well else self._probe_seconds / 4)
 
     async def _probe(self, node: Node, stub: Any) -> None:
         if node.info is None or node.failed_probes:

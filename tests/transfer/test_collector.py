@@ -158,3 +158,42 @@ def test_any_order_of_announcements_and_arrivals_completes(seed: int) -> None:
         assert not collector.is_complete
     collector.commit(prompt.num_tokens, prompt.commit)
     assert collector.is_complete and collector.num_contiguous_tokens == prompt.num_tokens
+
+
+def test_whole_blocks_outlive_their_holder_and_the_partial_one_does_not() -> None:
+    """Nobody but the COMMIT of the holder that sent it says what is in a partial block."""
+    prompt = Prompt(10)
+    collector = prompt.collector()
+    collector.announce(prompt.handles(0, 1, 2))
+    collector.verified([0, 1, 2])
+    assert collector.num_contiguous_tokens == 10
+    collector.restart()
+    assert collector.num_contiguous_tokens == 8
+    assert [request.index for request in collector.announce(prompt.handles(2, generation=9))] == [2]
+    collector.commit(10, prompt.commit)
+    assert not collector.is_complete
+    collector.verified([2])
+    assert collector.is_complete
+
+
+@pytest.mark.parametrize("lie", ["count", "chain", "missing", "hash"])
+def test_nothing_stays_of_a_holder_that_contradicted(lie: str) -> None:
+    prompt, other = Prompt(14), Prompt(14, first_token=100)
+    collector = prompt.collector()
+    collector.announce(prompt.handles(0))
+    collector.verified([0])
+    collector.restart()
+    assert collector.num_full_tokens == 4
+    collector.announce(prompt.handles(1, 2))
+    collector.verified([1, 2])
+    with pytest.raises(CorruptBlockError):
+        if lie == "count":
+            collector.commit(13, prompt.commit)
+        elif lie == "chain":
+            collector.commit(14, other.commit)
+        elif lie == "missing":
+            collector.commit(14, prompt.commit)
+        else:
+            collector.announce(other.handles(2))
+    collector.restart()
+    assert collector.num_full_tokens == collector.num_contiguous_tokens == 4, "the first holder's block stays"
