@@ -33,7 +33,7 @@ def sampling_of(running: Running) -> SamplingParams:
     ("fields", "kind", "has"),
     [
         ({"response_format": {"type": "json_object"}}, "json_object", ""),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}}}, "json_schema", '"n"'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": POINT}}}, "json_schema", '"n"'),
         ({"structured_outputs": {"json": json.dumps(POINT)}}, "json_schema", '"n"'),
         ({"structured_outputs": {"json": POINT, "disable_any_whitespace": True}}, "json_schema", '"whitespace":""'),
         ({"structured_outputs": {"regex": "[ab]+", "choice": None}}, "regex", "[ab]+"),
