@@ -55,7 +55,9 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 @pytest.fixture(scope="module", params=["aggregated", "disaggregated", "two-by-two"])
 def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     pools = {"aggregated": ("0", "1"), "disaggregated": ("1", "1"), "two-by-two": ("2", "2")}[request.param]
-    with running_stack("--prefill", pools[0], "--decode", pools[1], *FLAGS) as running:
+    # Everything crosses: no prompt is kept on decode for being short, nearly cached or behind a busy worker.
+    crossing = ("--gateway-args", "--max-busy-local-tokens 0", "--decode-args", "--max-local-suffix-tokens 0")
+    with running_stack("--prefill", pools[0], "--decode", pools[1], *crossing, *FLAGS) as running:
         running.mode = request.param
         yield running
 
@@ -95,7 +97,6 @@ def test_status_tells_how_each_request_went(stack: Stack, prompts: list[list[int
         for entry in stack.status()["requests"]
         if (found := re.search(r"(single|many)-(\d+)-", entry["request_id"]))
     }
-    crossed = 0
     for number, prompt in enumerate(prompts):
         for kind in ("single", "many"):
             report = reports[kind, number]
@@ -103,18 +104,11 @@ def test_status_tells_how_each_request_went(stack: Stack, prompts: list[list[int
             assert sum(report[part] for part in parts) == len(prompt), report
             if stack.mode == "aggregated":
                 assert (report["prefill_mode"], report["reason"]) == ("local", "aggregated_mode"), report
-            elif report["prefill_mode"] == "remote":
-                crossed += 1
+            else:
+                assert (report["prefill_mode"], report["reason"]) == ("remote", "disaggregated"), report
                 assert report["num_transferred_tokens"] + report["num_cached_tokens"] == len(prompt), report
                 assert report["transport"] in ("tcp", "shm"), report
                 assert report["transfer_bytes"] > 0, report
-            else:
-                # Decode had all but a short rest of it from an earlier prompt with the same beginning.
-                assert report["reason"] == "cached", report
-                assert 0 < len(prompt) - report["num_cached_tokens"] <= 64, report
-                assert report["num_cached_tokens"] > 0, report
-    if stack.mode != "aggregated":
-        assert crossed >= len(prompts)
 
 
 def test_blocks_return_when_idle(stack: Stack) -> None:

@@ -208,7 +208,7 @@ class Router:
 
     def fits_decode(self, num_uncached: int) -> bool:
         """Whether a prompt is short enough for decode to prefill it while the prefill pool is busy."""
-        return num_uncached <= self._max_busy_local_tokens
+        return 0 < self._max_busy_local_tokens >= num_uncached
 
     def _is_quicker_on_decode(self, prefills: Sequence[Node], num_uncached: int) -> bool:
         """Whether a short prompt would wait behind longer ones in the whole prefill pool. A decode worker then computes
