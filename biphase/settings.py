@@ -118,6 +118,14 @@ ENGINE_FLAGS = (
     Flag(
         "dtype", str, "auto", "auto, bfloat16, float16 or float32", choices=("auto", "bfloat16", "float16", "float32")
     ),
+    Flag(
+        "quantization",
+        str,
+        "none",
+        "CPU: gguf multiplies as integers from the Q4_0, Q4_1 and Q8_0 blocks of a GGUF file; int8 rounds the weights "
+        "of any model to int8; both round activations to int8 in groups of 32",
+        choices=("none", "gguf", "int8"),
+    ),
     Flag("device", str, "auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda")),
     Flag("block-size", positive, 16, "tokens in a KV block"),
     Flag("num-blocks", non_negative, 0, "KV blocks; 0: from --kv-cache-bytes or --gpu-memory-utilization"),

@@ -61,7 +61,8 @@ def choose_executor(model: LoadedModel, kv_cache: Tensor, options: ExecutorOptio
                 reason=str(error),
                 consequence="this worker runs plain torch and is several times slower",
             )
-    return Executor(EagerForward(model.spec, model.weights, kv_cache, max_model_len=options.max_model_len), "eager")
+    eager = EagerForward(model.spec, model.dense_weights(), kv_cache, max_model_len=options.max_model_len)
+    return Executor(eager, "eager")
 
 
 class _Unavailable(Exception):
@@ -89,6 +90,7 @@ def _native(model: LoadedModel, kv_cache: Tensor, options: ExecutorOptions) -> F
             dtype=model.dtype,
             num_threads=options.num_threads,
             nice=options.nice,
+            integer_dot=model.quantization != "none",
         )
     except (ImportError, OSError, NotImplementedError, module.LibraryUnavailableError) as error:
         raise _Unavailable(str(error) or type(error).__name__) from error
@@ -99,7 +101,7 @@ def _gpu(model: LoadedModel, kv_cache: Tensor, options: ExecutorOptions) -> Forw
     module = _load("biphase.model.gpu_forward")
     forward = module.GpuForward(
         model.spec,
-        model.weights,
+        model.dense_weights(),
         kv_cache,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from biphase.errors import ConfigError
 from biphase.model.config import Config
 from biphase.model.families import family_of, spec_of
+from biphase.model.quantised import QuantisedMatrix, Weight, dense
 from biphase.model.source import ModelSource
 from biphase.model.spec import ModelSpec
 from biphase.model.weights import load_weights
@@ -19,19 +21,30 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory. `weights` are by canonical name (see `spec`): norms in float32, the rest in `dtype`."""
+    """A model in memory. `weights` are by canonical name (see `spec`): norms in float32, the rest in `dtype` or packed.
+
+    `quantization` is "none", "gguf" or "int8"; packed matrices are there with the latter two only, and are meant to be
+    multiplied as integers.
+    """
 
     source: ModelSource
     spec: ModelSpec
-    weights: dict[str, torch.Tensor]
+    weights: dict[str, Weight]
     dtype: torch.dtype
     device: torch.device
     weights_digest: str
     tokenizer_digest: str
+    quantization: str = "none"
 
     @property
     def num_weight_bytes(self) -> int:
-        return sum(weight.numel() * weight.element_size() for weight in self.weights.values())
+        return sum(w.nbytes if isinstance(w, torch.Tensor) else w.num_bytes for w in self.weights.values())
+
+    def dense_weights(self) -> dict[str, torch.Tensor]:
+        """Every weight as a tensor: `weights` itself where none is packed; packed ones are decoded at each call."""
+        if all(isinstance(weight, torch.Tensor) for weight in self.weights.values()):
+            return cast(dict[str, torch.Tensor], self.weights)
+        return {name: dense(weight, self.dtype) for name, weight in self.weights.items()}
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -62,16 +75,28 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 def load_model(
-    source: ModelSource, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
+    source: ModelSource,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    quantization: str = "none",
 ) -> LoadedModel:
     """Reads config and weights.
 
+    Args:
+        quantization: see `weights.load_weights`.
+
     Raises:
         ModelLoadError: see `families.spec_of` and `weights.load_weights`.
-        ConfigError: an unknown dtype.
+        ConfigError: an unknown dtype, or a quantization that this model or device cannot have.
     """
     device = torch.device(device)
+    if quantization != "none" and device.type != "cpu":
+        raise ConfigError(f"--quantization {quantization} is for CPU workers; on {device.type} weights are not packed")
     dtype = resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
     spec = spec_of(source)
-    weights = load_weights(source, spec, family_of(Config(source.config())), dtype, device)
-    return LoadedModel(source, spec, weights, dtype, device, source.weights_digest(), source.tokenizer_digest())
+    weights = load_weights(source, spec, family_of(Config(source.config())), dtype, device, quantization)
+    if quantization == "gguf" and not any(isinstance(weight, QuantisedMatrix) for weight in weights.values()):
+        raise ConfigError(f"--quantization gguf: {source.path} has no matrices in blocks of Q4_0, Q4_1 or Q8_0")
+    return LoadedModel(
+        source, spec, weights, dtype, device, source.weights_digest(), source.tokenizer_digest(), quantization
+    )

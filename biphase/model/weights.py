@@ -17,6 +17,7 @@ from biphase.errors import ModelLoadError
 from biphase.model.dequantise import dequantise
 from biphase.model.families.decoder import Family
 from biphase.model.gguf_config import INTERLEAVED_ROPE, gguf_name
+from biphase.model.quantised import PACKED_ENCODINGS, QuantisedMatrix, Weight, to_channels
 from biphase.model.shapes import weight_shapes
 from biphase.model.source import ModelSource
 from biphase.model.spec import ModelSpec
@@ -43,9 +44,18 @@ class _Place:
 
 
 def load_weights(
-    source: ModelSource, spec: ModelSpec, family: Family, dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:
+    source: ModelSource,
+    spec: ModelSpec,
+    family: Family,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str = "none",
+) -> dict[str, Weight]:
     """All weights of `spec`, by canonical name; norm weights in float32, the rest in `dtype`.
+
+    Args:
+        quantization: "gguf" leaves matrices in the blocks of their file where the CPU program multiplies from those;
+            "int8" rounds them to int8, one scale for each output. Not a router, nor an embedding that only looks up.
 
     Raises:
         ModelLoadError: a file is truncated, a tensor is missing or of another shape or encoding than needed.
@@ -53,7 +63,7 @@ def load_weights(
     places = _find(source, spec, family)
     maps: dict[Path, mmap.mmap] = {}
     interleaved = source.kind == "gguf" and source.gguf().metadata["general.architecture"] in INTERLEAVED_ROPE
-    weights: dict[str, torch.Tensor] = {}
+    weights: dict[str, Weight] = {}
     for name, place in places.items():
         part = name.rsplit(".", 1)[-1]
         num_heads = 0
@@ -62,7 +72,12 @@ def load_weights(
         elif interleaved and part in ("k", "k_bias"):
             num_heads = spec.num_kv_heads
         wanted = torch.float32 if part.endswith("norm") else dtype
-        weights[name] = _read(place, maps, num_heads, wanted).to(device)
+        multiplies = len(place.shape) == 2 and part != "router" and (part != "embed" or spec.tie_word_embeddings)
+        if multiplies and quantization == "gguf" and place.entry.encoding in PACKED_ENCODINGS:
+            weights[name] = QuantisedMatrix(place.entry.encoding, _rows(place, maps, num_heads), place.shape[1])
+            continue
+        weight = _read(place, maps, num_heads, wanted).to(device)
+        weights[name] = to_channels(weight) if multiplies and quantization == "int8" else weight
     return weights
 
 
@@ -88,15 +103,23 @@ def _find(source: ModelSource, spec: ModelSpec, family: Family) -> dict[str, _Pl
     return places
 
 
-def _read(place: _Place, maps: dict[Path, mmap.mmap], num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+def _rows(place: _Place, maps: dict[Path, mmap.mmap], num_heads: int) -> torch.Tensor:
+    """The tensor's bytes as the file has them, uint8 [num_rows, bytes per row], heads' rows in half-split order."""
     entry, shape = place.entry, place.shape
-    num_rows, num_columns = (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
+    num_rows = shape[0] if len(shape) == 2 else 1
     raw = _bytes_of(entry, maps)
     if place.index is not None:
         raw = raw.view(entry.shape[0], -1)[place.index]
     raw = raw.view(num_rows, -1)
     if num_heads:
         raw = _undo_interleave(raw.view(num_heads, -1) if num_rows == 1 else raw, num_heads, entry)
+    return raw
+
+
+def _read(place: _Place, maps: dict[Path, mmap.mmap], num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    entry, shape = place.entry, place.shape
+    num_rows, num_columns = (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
+    raw = _rows(place, maps, num_heads)
     if entry.encoding in _PLAIN:
         plain = raw.reshape(-1).view(_PLAIN[entry.encoding]).view(shape)
         # Vectors are copied, so that a mapping whose matrices were all converted can go.

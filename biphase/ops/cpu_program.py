@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from biphase.model.forward import ForwardBatch
+from biphase.model.quantised import Weight
 from biphase.model.spec import ModelSpec
-from biphase.ops.cpu_tape import DTYPES, TapeBuilder, Weight, refusal
+from biphase.ops.cpu_tape import DTYPES, TapeBuilder, refusal
 from kernels.cpu.library import Isa, LibraryUnavailableError, Model, Op, Step, available_isas, best_isa, load
 
 __all__ = ["CpuProgram", "LibraryUnavailableError"]
@@ -42,6 +43,7 @@ class CpuProgram:
         num_threads: int = 0,
         nice: int = 0,
         isa: Isa | None = None,
+        integer_dot: bool = False,
     ) -> None:
         """
         Args:
@@ -52,6 +54,8 @@ class CpuProgram:
             num_threads: the calling thread included; 0 takes every core this process may use.
             nice: added to the niceness of the pool's threads, and of a thread that calls the program.
             isa: instruction set; None takes the machine's best.
+            integer_dot: multiply packed matrices as small integers, with activations quantised to int8 in groups of
+                32: faster, and approximate.
 
         Raises:
             NotImplementedError: the model needs what no kernel here does; run it eagerly.
@@ -78,7 +82,7 @@ class CpuProgram:
         self._kv_cache = kv_cache
         self._lock = threading.Lock()
         self._logits = torch.empty(max_num_seqs, spec.vocab_size, dtype=torch.float32)
-        tape = TapeBuilder(lib, spec, weights, dtype, max_num_batched_tokens, max_model_len)
+        tape = TapeBuilder(lib, spec, weights, dtype, max_num_batched_tokens, max_model_len, integer_dot)
         self._arena, self._kept = tape.arena, tape.kept
         self.num_ops = len(tape.ops)
         self.op_kinds = [op.kind for op in tape.ops]

@@ -10,6 +10,7 @@ Buffers, rows are tokens:
     heads   act, what attention returns
     mlp     act [intermediate_size]
     branch  float32 [hidden_size], a block's output where the model norms it before adding it
+    integers  int8 in groups, any of the act rows quantised, where weights are multiplied as integers
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from biphase.model.quantised import QuantisedMatrix
+from biphase.model.quantised import QuantisedMatrix, Weight
 from biphase.model.spec import ModelSpec, RopeSpec
+from biphase.ops.cpu_dot8 import dot8_of, pack, packed_bytes, quantised_row_bytes
 from kernels.cpu.library import PANEL, Activation, Dtype, Epilogue, Format, Kind, Op, Rows
 from kernels.reference import rotary_table
 
-Weight = Tensor | QuantisedMatrix
 DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16}
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 # Gate and up columns lie side by side in a panel, this many of each.
@@ -80,9 +81,11 @@ class TapeBuilder:
         dtype: torch.dtype,
         max_tokens: int,
         max_len: int,
+        integer_dot: bool = False,
     ) -> None:
         self._lib, self._spec, self._weights, self._dtype = lib, spec, weights, dtype
         self._item = dtype.itemsize
+        self._integer_dot = integer_dot
         self.ops: list[Op] = []
         self.kept: list[Tensor] = []
         self.arena = Arena(lib, self._reckon(max_tokens, max_len))
@@ -94,6 +97,8 @@ class TapeBuilder:
         self._heads = self._buffer(max_tokens, q_size, self._item)
         self._mlp = self._buffer(max_tokens, spec.intermediate_size, self._item)
         self._branch = self._buffer(max_tokens, spec.hidden_size, 4) if spec.post_norms else None
+        row_bytes = quantised_row_bytes(max(spec.hidden_size, q_size, spec.intermediate_size))
+        self._integers = _Buffer(self.arena.take(max_tokens * row_bytes), row_bytes) if integer_dot else None
         try:
             self._build(max_len)
         except BaseException:
@@ -105,6 +110,8 @@ class TapeBuilder:
         spec = self._spec
         width = 5 * spec.hidden_size + 4 * spec.num_heads * spec.head_dim + spec.intermediate_size
         buffers = max_tokens * 4 * (width + 2 * spec.num_kv_heads * spec.head_dim + 8 * _LINE)
+        if self._integer_dot:
+            buffers += max_tokens * quantised_row_bytes(width)
         packed = sum(
             (-(-w.shape[0] // PANEL) + 1) * PANEL * w.shape[1] * self._item
             if len(w.shape) == 2
@@ -139,6 +146,11 @@ class TapeBuilder:
 
         Blocks stay blocks where all parts are of one kind that there is a kernel for.
         """
+        kind = dot8_of(parts) if self._integer_dot else None
+        if kind is not None:
+            address = self.arena.take(packed_bytes(self._lib, parts, kind, gated))
+            pack(self._lib, parts, kind, gated, address)
+            return {"weight": address, "dot8": kind}
         k, rows = parts[0].shape[1], sum(part.shape[0] for part in parts)
         if gated:
             rows = -(-parts[0].shape[0] // _HALF_PANEL) * PANEL
@@ -156,7 +168,7 @@ class TapeBuilder:
                     blocks.data_ptr(), part.encoding.encode(), n, k, blocks.shape[1], address, column, run, step
                 )
             else:
-                source = part.dequantise(self._dtype) if isinstance(part, QuantisedMatrix) else part
+                source = part if isinstance(part, Tensor) else part.dequantise(self._dtype)
                 if source.dtype not in DTYPES or source.stride(1) != 1:
                     source = source.float().contiguous()
                 kinds = DTYPES[source.dtype], DTYPES[self._dtype]
@@ -181,10 +193,25 @@ class TapeBuilder:
             op.output, op.out_stride = target.address, target.stride
         self.ops.append(op)
 
-    def _norm(self, name: str, rows: Rows = Rows.ALL_TOKENS) -> None:
+    def _norm(self, name: str, following: dict[str, Any], rows: Rows = Rows.ALL_TOKENS) -> _Buffer:
+        """Norms into the buffer that a matrix with the fields `following` reads."""
         spec = self._spec
+        kind, target = Kind.NORM, self._normed
+        if "dot8" in following:
+            assert self._integers is not None
+            kind, target = Kind.NORM_DOT8, self._integers
         weight = self._norm_weight(name)
-        self._op(Kind.NORM, self._x, self._normed, weight=weight, n=spec.hidden_size, eps=spec.norm_eps, rows=rows)
+        self._op(kind, self._x, target, weight=weight, n=spec.hidden_size, eps=spec.norm_eps, rows=rows)
+        return target
+
+    def _matmul(self, source: _Buffer, target: _Buffer | None, k: int, **fields: Any) -> None:
+        if "dot8" not in fields:
+            self._op(Kind.GEMM, source, target, k=k, **fields)
+            return
+        assert self._integers is not None
+        if source is not self._integers:
+            self._op(Kind.QUANTISE, source, self._integers, n=k)
+        self._op(Kind.GEMM_DOT8, self._integers, target, k=k, **fields)
 
     def _add_branch(self, prefix: str, name: str, source: _Buffer, k: int) -> None:
         """x += W source, through the post norm where the model has one."""
@@ -194,9 +221,9 @@ class TapeBuilder:
         if f"{prefix}{name}_bias" in self._weights:
             bias = self._floats(self._vector(f"{prefix}{name}_bias"), hidden + PANEL)
         if self._branch is None:
-            self._op(Kind.GEMM, source, self._x, bias=bias, n=hidden, k=k, epilogue=Epilogue.ADD_F32, **weight)
+            self._matmul(source, self._x, k, bias=bias, n=hidden, epilogue=Epilogue.ADD_F32, **weight)
             return
-        self._op(Kind.GEMM, source, self._branch, bias=bias, n=hidden, k=k, epilogue=Epilogue.STORE_F32, **weight)
+        self._matmul(source, self._branch, k, bias=bias, n=hidden, epilogue=Epilogue.STORE_F32, **weight)
         post = self._norm_weight(f"{prefix}post_{'attn' if name == 'o' else 'mlp'}_norm")
         self._op(Kind.NORM_ADD, self._branch, self._x, weight=post, n=hidden, eps=spec.norm_eps)
 
@@ -206,19 +233,20 @@ class TapeBuilder:
         embed: dict[str, Any] = {**head, "packed": 1}
         if not spec.tie_word_embeddings:
             table = weights["embed"]
-            table = table.dequantise(self._dtype) if isinstance(table, QuantisedMatrix) else table
+            table = table if isinstance(table, Tensor) else table.dequantise(self._dtype)
             table = table.to(self._dtype).contiguous()
             self.kept.append(table)
             embed = {"weight": table.data_ptr(), "packed": 0, "in_stride": hidden}
-        self._op(Kind.EMBED, None, self._x, n=hidden, scale=spec.embedding_scale, **embed)
+        kind = Kind.EMBED_DOT8 if "dot8" in embed else Kind.EMBED
+        self._op(kind, None, self._x, n=hidden, scale=spec.embedding_scale, **embed)
         full = self._rope_table(spec.rope, max_len)
         local = full if spec.local_rope is None else self._rope_table(spec.local_rope, max_len)
         windows = spec.sliding_windows or (None,) * spec.num_layers
         for layer, window in enumerate(windows):
             self._layer(layer, window, full if window is None else local)
-        self._norm("final_norm", Rows.LOGITS_ROWS)
-        self._op(
-            Kind.GEMM, self._normed, None, n=spec.vocab_size, k=hidden,
+        normed = self._norm("final_norm", head, Rows.LOGITS_ROWS)
+        self._matmul(
+            normed, None, hidden, n=spec.vocab_size,
             epilogue=Epilogue.LOGITS, softcap=spec.final_softcap, rows=Rows.LOGITS_ROWS, **head,
         )  # fmt: skip
 
@@ -229,15 +257,15 @@ class TapeBuilder:
     def _layer(self, layer: int, window: int | None, rope: int) -> None:
         spec, weights, prefix = self._spec, self._weights, f"layers.{layer}."
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._norm(f"{prefix}attn_norm")
+        qkv = self._pack([weights[f"{prefix}{part}"] for part in "qkv"])
+        normed = self._norm(f"{prefix}attn_norm", qkv)
         bias = None
         if spec.qkv_bias:
             joined = torch.cat([self._vector(f"{prefix}{part}_bias") for part in "qkv"])
             bias = self._floats(joined, joined.numel() + PANEL)
-        self._op(
-            Kind.GEMM, self._normed, self._qkv, **self._pack([weights[f"{prefix}{part}"] for part in "qkv"]),
-            bias=bias, n=q_size + 2 * kv_size, k=spec.hidden_size, epilogue=Epilogue.STORE_F32,
-        )  # fmt: skip
+        self._matmul(
+            normed, self._qkv, spec.hidden_size, bias=bias, n=q_size + 2 * kv_size, epilogue=Epilogue.STORE_F32, **qkv
+        )
         norms = {f"{part}_norm": self._norm_weight(f"{prefix}{part}_norm") for part in "qk"} if spec.qk_norm else {}
         self._op(Kind.ROPE_STORE, self._qkv, self._q, layer=layer, rope=rope, **norms)
         self._op(
@@ -245,12 +273,11 @@ class TapeBuilder:
             scale=spec.attention_scale, softcap=spec.attention_softcap,
         )  # fmt: skip
         self._add_branch(prefix, "o", self._heads, q_size)
-        self._norm(f"{prefix}mlp_norm")
-        self._op(
-            Kind.GEMM, self._normed, self._mlp,
-            **self._pack([weights[f"{prefix}gate"], weights[f"{prefix}up"]], gated=True),
-            n=2 * spec.intermediate_size, k=spec.hidden_size, epilogue=Epilogue.GATED,
-            activation=_ACTIVATIONS[spec.activation],
+        gate_up = self._pack([weights[f"{prefix}gate"], weights[f"{prefix}up"]], gated=True)
+        self._matmul(
+            self._norm(f"{prefix}mlp_norm", gate_up), self._mlp, spec.hidden_size,
+            n=2 * spec.intermediate_size, epilogue=Epilogue.GATED,
+            activation=_ACTIVATIONS[spec.activation], **gate_up,
         )  # fmt: skip
         self._add_branch(prefix, "down", self._mlp, spec.intermediate_size)
 

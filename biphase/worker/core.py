@@ -64,7 +64,7 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
     """
     device = resolve_device(settings.device)
     source = resolve_model(settings.model)
-    model = load_model(source, settings.dtype, device)
+    model = load_model(source, settings.dtype, device, settings.quantization)
     spec = model.spec
     max_model_len = settings.max_model_len or spec.max_position_embeddings
     if max_model_len > spec.max_position_embeddings:
@@ -144,6 +144,8 @@ def _layout(model: LoadedModel, block_size: int, block_bytes: int) -> KVLayout:
         {
             "weights": model.weights_digest,
             "tokenizer": model.tokenizer_digest,
+            # Keys and values of rounded activations differ from those of exact ones.
+            "quantization": model.quantization,
             "kv_dtype": kv_dtype,
             "layout": _LAYOUT_NAME,
             "block_size": str(block_size),

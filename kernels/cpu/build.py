@@ -30,7 +30,7 @@ _X86_SOURCES = {
     "isa_avx512.cpp": _AVX512,
     "isa_avx512_bf16.cpp": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
 }
-_COMMON_SOURCES = ("isa_generic.cpp", "pool.cpp", "program.cpp", "pack.cpp")
+_COMMON_SOURCES = ("isa_generic.cpp", "pool.cpp", "program.cpp", "pack.cpp", "pack_dot8.cpp")
 
 
 class BuildError(Exception):

@@ -13,7 +13,7 @@ from typing import Any
 
 from kernels.cpu.build import LIBRARY
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 # Columns of a weight panel (BP_PANEL).
 PANEL = 32
 
@@ -52,6 +52,18 @@ class Kind(IntEnum):
     GEMM = 3
     ROPE_STORE = 4
     ATTENTION = 5
+    QUANTISE = 6
+    NORM_DOT8 = 7
+    GEMM_DOT8 = 8
+    EMBED_DOT8 = 9
+
+
+class Dot8(IntEnum):
+    """How weights lie that are multiplied as small integers: GGUF's blocks of 4 or 8 bits, or int8 by channel."""
+
+    Q4 = 1
+    Q8 = 2
+    INT8 = 3
 
 
 class Epilogue(IntEnum):
@@ -86,6 +98,7 @@ class Op(ctypes.Structure):
         ("in_stride", c_int32),
         ("out_stride", c_int32),
         ("packed", c_int32),
+        ("dot8", c_int32),
         ("format", c_int32),
         ("eps", c_float),
         ("scale", c_float),
@@ -172,6 +185,12 @@ def load(path: Path = LIBRARY) -> Any:
     lib.bp_pack_blocks.argtypes = (
         c_void_p, c_char_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64,
     )  # fmt: skip
+    lib.bp_pack_dot8.restype = None
+    lib.bp_pack_dot8.argtypes = (
+        c_void_p, c_void_p, c_int32, c_int32, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64,
+    )  # fmt: skip
+    lib.bp_dot8_panel_bytes.restype = c_int64
+    lib.bp_dot8_panel_bytes.argtypes = (c_int32, c_int64)
     lib.bp_program_create.restype = c_void_p
     lib.bp_program_create.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32)
     lib.bp_program_run.restype = None

@@ -47,7 +47,7 @@ def gpu_recorder(monkeypatch: pytest.MonkeyPatch) -> Replays:
     def choose(model: LoadedModel, kv_cache: torch.Tensor, options: ExecutorOptions) -> Executor:
         forward = GpuForward(
             model.spec,
-            dict(model.weights),
+            dict(model.dense_weights()),
             kv_cache,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,
@@ -112,11 +112,12 @@ def test_recording_writes_no_slot(tmp_path: Path, gpu_recorder: Replays) -> None
 
 def test_joined_weights_lie_in_memory_once(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
-    before = {name: weight.clone() for name, weight in model.weights.items()}
+    weights = model.dense_weights()
+    before = {name: weight.clone() for name, weight in weights.items()}
     cache = torch.zeros(4, 2, 2, 2, 16, 16, device=DEVICE)
-    GpuForward(model.spec, model.weights, cache, max_num_batched_tokens=8, max_num_seqs=2, max_model_len=32)
-    assert all(torch.equal(before[name], weight) for name, weight in model.weights.items())
-    storages = {weight.untyped_storage().data_ptr() for weight in model.weights.values()}
+    GpuForward(model.spec, weights, cache, max_num_batched_tokens=8, max_num_seqs=2, max_model_len=32)
+    assert all(torch.equal(before[name], weight) for name, weight in weights.items())
+    storages = {weight.untyped_storage().data_ptr() for weight in weights.values()}
     # Of 9 tensors in each layer q, k, v are one now, and gate and up.
     assert len(storages) == 3 + 2 * 6
 

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define BP_ABI_VERSION 2
+#define BP_ABI_VERSION 3
 // Columns of one weight panel: weights lie as [ceil(n / 32)][k in units][32 columns] units, zero-padded in n.
 #define BP_PANEL 32
 
@@ -18,6 +18,9 @@ enum bp_dtype : int32_t { BP_F32 = 0, BP_BF16 = 1, BP_F16 = 2 };
 // How a packed weight lies in its panels: as numbers of the program's dtype, or as GGUF blocks of 32 (see quant.h).
 enum bp_format : int32_t { BP_PLAIN = 0, BP_Q8 = 1, BP_Q4 = 2 };
 
+// Weights that are multiplied as small integers with quantised rows (see dot8.h).
+enum bp_dot8 : int32_t { BP_DOT_Q4 = 1, BP_DOT_Q8 = 2, BP_DOT_INT8 = 3 };
+
 enum bp_isa : int32_t { BP_GENERIC = 0, BP_AVX2 = 1, BP_AVX512 = 2, BP_AVX512_BF16 = 3 };
 
 enum bp_kind : int32_t {
@@ -27,6 +30,11 @@ enum bp_kind : int32_t {
     BP_GEMM = 3,        // epilogue(in act[rows, k] * weight^T)
     BP_ROPE_STORE = 4,  // in f32 [tokens, q|k|v] -> q act[tokens, heads * head_dim] (out), K and V into the cache
     BP_ATTENTION = 5,   // in act q -> out act[tokens, heads * head_dim]
+    // Over rows of small integers (see dot8.h); their strides are in bytes.
+    BP_QUANTISE = 6,    // out quantised[rows, n] = in act[rows, n]
+    BP_NORM_DOT8 = 7,   // as BP_NORM, out quantised
+    BP_GEMM_DOT8 = 8,   // as BP_GEMM, in quantised
+    BP_EMBED_DOT8 = 9,  // as BP_EMBED, out of panels of integers
 };
 
 enum bp_epilogue : int32_t {
@@ -54,6 +62,8 @@ struct bp_op {
     int32_t in_stride, out_stride;
     // BP_EMBED: 1 if `weight` is packed panels.
     int32_t packed;
+    // bp_dot8 of `weight`.
+    int32_t dot8;
     // Of packed panels.
     int32_t format;
     float eps, scale, softcap;
@@ -109,6 +119,11 @@ void bp_pack_blocks(const void* src, const char* encoding, int64_t n, int64_t k,
 int32_t bp_block_format(const char* encoding);
 // Bytes of 32 steps of k of one panel.
 int64_t bp_panel_block_bytes(int32_t dtype, int32_t format);
+// Packs rows for BP_GEMM_DOT8: GGUF's Q4_0, Q4_1 (has_min) or Q8_0 blocks, row_bytes a row, or int8 [n, k] and scales
+// [n] (BP_DOT_INT8). Columns are as in bp_pack; 32 of them take bp_dot8_panel_bytes.
+void bp_pack_dot8(const void* src, const float* scales, int32_t dot8, int32_t has_min, int64_t n, int64_t k,
+                  int64_t row_bytes, void* dst, int64_t first_column, int64_t run, int64_t step);
+int64_t bp_dot8_panel_bytes(int32_t dot8, int64_t k);
 // Starts the threads; null when memory or threads cannot be had. The ops and model are copied, what they point at is not.
 void* bp_program_create(const bp_model* model, const bp_op* ops, int32_t num_ops, int32_t num_threads, int32_t nice,
                         int32_t isa);

@@ -31,6 +31,7 @@ struct Program {
 struct Kernels {
     using Run = void (*)(Program& program, const bp_op& op, int thread);
     Run embed, norm, norm_add, gemm, rope_store, attention;
+    Run quantise, norm_dot8, gemm_dot8, embed_dot8;
     // Query rows in an attention unit, and bytes of scratch that a thread needs.
     int32_t attention_rows;
     size_t (*attention_scratch_bytes)(const bp_model& model);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "dot8.h"
 #include "gemm.h"
 #include "rows.h"
 
@@ -10,7 +11,8 @@ namespace {
 
 template <class T>
 constexpr biphase::Kernels kKernels = {
-    embed<T>, norm<T>, norm_add, gemm<T>, rope_store<T>, attention<T>, kTiles * kLanes, attention_scratch_bytes<T>,
+    embed<T>, norm<T>, norm_add, gemm<T>, rope_store<T>, attention<T>,
+    quantise<T>, norm_dot8, gemm_dot8<T>, embed_dot8, kTiles * kLanes, attention_scratch_bytes<T>,
 };
 
 inline const biphase::Kernels* kernels_of(int32_t dtype) {

@@ -89,6 +89,10 @@ void Runner::run_op(const bp_op& op, int thread) {
         case BP_GEMM: return kernels->gemm(*this, op, thread);
         case BP_ROPE_STORE: return kernels->rope_store(*this, op, thread);
         case BP_ATTENTION: return kernels->attention(*this, op, thread);
+        case BP_QUANTISE: return kernels->quantise(*this, op, thread);
+        case BP_NORM_DOT8: return kernels->norm_dot8(*this, op, thread);
+        case BP_GEMM_DOT8: return kernels->gemm_dot8(*this, op, thread);
+        case BP_EMBED_DOT8: return kernels->embed_dot8(*this, op, thread);
     }
 }
 
