@@ -37,7 +37,7 @@ GATEWAY_FLAGS = (
     Flag("max-prefill-backlog-tokens", non_negative, 0,
          "uncached prompt tokens sent ahead to one prefill worker; 0: two of its steps"),
     Flag("max-busy-local-tokens", non_negative, 256,
-         "prompts of so many uncached tokens are prefilled by decode while all prefill workers have more to do; 0: none"),
+         "prompts of so many uncached tokens are prefilled by decode while the whole pool has more to do; 0: none"),
     Flag("request-timeout", positive_seconds, 600.0, "seconds a request may take altogether"),
     Flag("max-retries", non_negative, 3, "other decode workers to try when one fails a request"),
     Flag("tool-call-parser", str, "auto", "format of the model's tool calls; auto: what its chat template shows",
