@@ -1,13 +1,14 @@
 """Replays a request trace in virtual time against the gateway's own routing, for each policy and cluster size.
 
     python -m tests.bench.route_replay --trace conversation_trace.jsonl [--workers 8,16,...] [--policies cost,...]
-        [--load 0.7] [--cache-tokens 2000000] [--store-tokens 0] [--no-fetch] [--limit N]
+        [--load 0.7] [--cache-tokens 2000000] [--store-tokens 0] [--no-fetch] [--limit N] [--copies 1]
     python -m tests.bench.route_replay --decisions [--blocks 1000000] [--workers 256]
 
 The trace is Mooncake's form: JSON lines with timestamp (ms, on a grid of 3 s, which is spread here), input_length,
 output_length, hash_ids (one for each 512 input tokens; the same id is the same prefix). Half of the workers prefill.
 `--load` is the prefill pool's load if nothing were cached: time is compressed or stretched until the trace makes it,
-so that each cluster size is equally busy. `infinite` is the hit rate of one cache that never forgets.
+so that each cluster size is equally busy. Compressed far, a conversation's next turn comes before its last one has
+ended; `--copies` fills a large cluster with more users instead. `infinite`: hit rate of one cache that never forgets.
 `--decisions` measures the processor time of one decision, with so many blocks indexed.
 """
 
@@ -46,6 +47,26 @@ def read_trace(path: Path, limit: int = 0, seed: int = 0) -> list[Job]:
             if len(jobs) == limit:
                 break
     return sorted(jobs, key=lambda job: job.arrival)
+
+
+def copies_of(jobs: Sequence[Job], count: int, seed: int = 0) -> list[Job]:
+    """`count` times the users, side by side; they have nothing in common but the first block, a system prompt."""
+    draw = random.Random(seed)
+    many = list(jobs)
+    for number in range(1, count):
+        for job in jobs:
+            own = [BlockHash(hashlib.sha256(b"%d" % number + block_hash).digest()) for block_hash in job.hashes[1:]]
+            arrival = job.arrival + draw.random() * _GRID_SECONDS
+            many.append(
+                Job(
+                    arrival,
+                    job.num_tokens,
+                    job.num_output_tokens,
+                    [*job.hashes[:1], *own],
+                    f"{job.request_id}-{number}",
+                )
+            )
+    return sorted(many, key=lambda job: job.arrival)
 
 
 def infinite_hit_rate(jobs: Sequence[Job]) -> float:
@@ -142,6 +163,7 @@ def main() -> None:
     parser.add_argument("--store-tokens", type=int, default=0)
     parser.add_argument("--no-fetch", action="store_true", help="workers read nothing from each other")
     parser.add_argument("--limit", type=int, default=0, help="only so many requests")
+    parser.add_argument("--copies", type=int, default=1, help="so many times the users, for large clusters")
     parser.add_argument("--decisions", action="store_true")
     parser.add_argument("--blocks", type=int, default=1_000_000)
     given = parser.parse_args()
@@ -151,7 +173,7 @@ def main() -> None:
         return
     if given.trace is None:
         parser.error("--trace is needed")
-    trace = read_trace(given.trace, given.limit)
+    trace = copies_of(read_trace(given.trace, given.limit), given.copies)
     infinite = infinite_hit_rate(trace)
     print(f"{len(trace)} requests, infinite-cache hit rate {infinite:.3f}, load {given.load}")
     print("workers policy        hit   of infinite  own   imbalance  TTFT mean   p50     p99 s   run s")
