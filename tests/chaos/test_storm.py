@@ -14,7 +14,7 @@ from tests.chaos.cluster import ChaosCluster
 from tests.chaos.load import Answer, Question, Verdict
 from tests.chaos.storm import Storm
 
-NUM_FAULTS = int(os.environ.get("CHAOS_FAULTS", "40"))
+NUM_FAULTS = int(os.environ.get("CHAOS_FAULTS", "25"))
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or secrets.randbelow(1 << 30)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120 + 4 * NUM_FAULTS)]
