@@ -110,6 +110,16 @@ def _fuzz_route(client: httpx.Client, path: str, operation: dict[str, Any]) -> N
     post()
 
 
+async def test_bodies_of_very_many_values_are_not_parsed(start_gateway: StartGateway, says: Says) -> None:
+    running = await start_gateway(says())
+    for content in (b'{"prompt":[' + b"[]," * 400_000 + b"[]]}", b'{"prompt":"x","y":[' + b"{}," * 400_000 + b"{}]}"):
+        response = await running.client.post("/v1/completions", content=content)
+        assert response.status_code == 413 and "values" in response.json()["error"]["message"]
+    # The same marks within a string are text.
+    answer = await running.complete(prompt="hi", user='[{,\\"' * 300_000, max_tokens=1)
+    assert answer.status_code == 200
+
+
 async def test_allow_names_every_method(start_gateway: StartGateway, says: Says) -> None:
     running = await start_gateway(says())
     for path, methods in (("/v1/responses/x", "DELETE, GET"), ("/ping", "GET, POST"), ("/v1/completions", "POST")):
