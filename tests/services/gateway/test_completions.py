@@ -121,3 +121,24 @@ async def test_streams_of_several_prompts_interleave_by_index(start_gateway: Sta
     assert {text_of(chunks, index) for index in range(3)} == {whole}
     order = [chunk["choices"][0]["index"] for chunk in chunks]
     assert order != sorted(order)
+
+
+async def test_scoring_as_evaluation_harnesses_ask_for_it(start_gateway: StartGateway, says: Says) -> None:
+    """Context and continuation as tokens; the continuation's logprobs are found by position, up to the last but one."""
+    running = await start_gateway(says())
+    prompts = [[504, 2240, 314, 4461], [504, 5265, 282, 4649, 314]]
+    for max_tokens, extra in ((1, 1), (0, 0)):
+        answer = await running.complete(
+            prompt=prompts, temperature=0, max_tokens=max_tokens, logprobs=1, seed=1234, echo=True
+        )
+        assert answer.status_code == 200, answer.text
+        choices = sorted(answer.json()["choices"], key=lambda choice: int(choice["index"]))
+        for prompt, choice in zip(prompts, choices, strict=True):
+            told = choice["logprobs"]
+            assert len(told["token_logprobs"]) == len(told["top_logprobs"]) == len(prompt) + extra
+            assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+            scored = told["token_logprobs"][1 : len(prompt)]
+            assert scored == [-0.5] * (len(prompt) - 1)
+            assert all(max(top.values()) == -0.5 for top in told["top_logprobs"][1 : len(prompt)])
+    until = await running.complete(prompt=prompts, temperature=0, max_tokens=20, stop=[" capital"], seed=1234)
+    assert [choice["text"] for choice in until.json()["choices"]] == [" Paris is the"] * 2

@@ -229,3 +229,23 @@ async def test_a_stream_that_breaks_says_so(start_gateway: StartGateway, says: S
     assert events[-1]["response"]["status"] == "failed" and events[-1]["response"]["error"]["code"] == "server_error"
     Response.model_validate(events[-1]["response"])
     assert (await create(running)).status_code == 500
+
+
+async def test_calls_and_forms_of_output(start_gateway: StartGateway, says: Says) -> None:
+    said = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    running = await start_gateway(says(said, ends=True), tool_call_parser="hermes")
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    fields = {"tools": [tool], "max_output_tokens": 100}
+    body = (await create(running, **fields)).json()
+    Response.model_validate(body)
+    (call,) = [item for item in body["output"] if item["type"] == "function_call"]
+    assert call["name"] == "f" and json.loads(call["arguments"]) == {"a": 1} and call["status"] == "completed"
+    events = events_of((await create(running, stream=True, **fields)).text)
+    deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert json.loads("".join(deltas)) == {"a": 1}
+    assert events[-1]["response"]["output"][-1]["arguments"] == call["arguments"]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    answer = await create(running, text=form)
+    assert answer.status_code == 200 and answer.json()["text"] == form
+    assert running.workers[0].seen[-1].request.sampling.HasField("structured_output")
