@@ -57,6 +57,7 @@ class ServeSettings:
     served_model_name: tuple[str, ...]
     max_model_len: int
     dtype: str
+    quantization: str
     device: str
     block_size: int
     num_blocks: int
