@@ -140,7 +140,7 @@ class Storm:
             verdict = Verdict.REFUSED
         self.totals[verdict] += 1
         if answer.status != 200:
-            young = any(begun - 15.0 <= at for at in self._gateway_kills)
+            young = any(begun - 6.0 <= at for at in self._gateway_kills)
             self.errors[f"{answer.status} {answer.error}{' (gateway just restarted)' if young else ''}"] += 1
         for kind in dict.fromkeys(kind for at, kind in self._struck if begun - 0.5 <= at):
             self.table[kind].verdicts[verdict] += 1
