@@ -23,8 +23,8 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 class LoadedModel:
     """A model in memory. `weights` are by canonical name (see `spec`): norms in float32, the rest in `dtype` or packed.
 
-    `quantization` is "none", "gguf" or "int8"; packed matrices are there with the latter two only, and are meant to be
-    multiplied as integers.
+    `quantization` is "none", "gguf" or "int8". With the latter two packed matrices are meant to be multiplied as
+    integers; with "none" they may be there as well, and stand for their decoded values exactly.
     """
 
     source: ModelSource
@@ -79,11 +79,13 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     quantization: str = "none",
+    *,
+    keep_blocks: bool = False,
 ) -> LoadedModel:
     """Reads config and weights.
 
     Args:
-        quantization: see `weights.load_weights`.
+        quantization, keep_blocks: see `weights.load_weights`.
 
     Raises:
         ModelLoadError: see `families.spec_of` and `weights.load_weights`.
@@ -94,7 +96,8 @@ def load_model(
         raise ConfigError(f"--quantization {quantization} is for CPU workers; on {device.type} weights are not packed")
     dtype = resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
     spec = spec_of(source)
-    weights = load_weights(source, spec, family_of(Config(source.config())), dtype, device, quantization)
+    family = family_of(Config(source.config()))
+    weights = load_weights(source, spec, family, dtype, device, quantization, keep_blocks)
     if quantization == "gguf" and not any(isinstance(weight, QuantisedMatrix) for weight in weights.values()):
         raise ConfigError(f"--quantization gguf: {source.path} has no matrices in blocks of Q4_0, Q4_1 or Q8_0")
     return LoadedModel(

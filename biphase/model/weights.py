@@ -50,12 +50,14 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str = "none",
+    keep_blocks: bool = False,
 ) -> dict[str, Weight]:
     """All weights of `spec`, by canonical name; norm weights in float32, the rest in `dtype`.
 
     Args:
         quantization: "gguf" leaves matrices in the blocks of their file where the CPU program multiplies from those;
             "int8" rounds them to int8, one scale for each output. Not a router, nor an embedding that only looks up.
+        keep_blocks: leave them in blocks with "none" too, for an executor that decodes them as it goes.
 
     Raises:
         ModelLoadError: a file is truncated, a tensor is missing or of another shape or encoding than needed.
@@ -73,7 +75,8 @@ def load_weights(
             num_heads = spec.num_kv_heads
         wanted = torch.float32 if part.endswith("norm") else dtype
         multiplies = len(place.shape) == 2 and part != "router" and (part != "embed" or spec.tie_word_embeddings)
-        if multiplies and quantization == "gguf" and place.entry.encoding in PACKED_ENCODINGS:
+        in_blocks = quantization == "gguf" or (keep_blocks and quantization == "none")
+        if multiplies and in_blocks and place.entry.encoding in PACKED_ENCODINGS:
             weights[name] = QuantisedMatrix(place.entry.encoding, _rows(place, maps, num_heads), place.shape[1])
             continue
         weight = _read(place, maps, num_heads, wanted).to(device)

@@ -64,7 +64,9 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
     """
     device = resolve_device(settings.device)
     source = resolve_model(settings.model)
-    model = load_model(source, settings.dtype, device, settings.quantization)
+    # The compiled program decodes blocks as it multiplies: the same logits from a third of the memory.
+    keep_blocks = settings.native_kernels and device.type == "cpu"
+    model = load_model(source, settings.dtype, device, settings.quantization, keep_blocks=keep_blocks)
     spec = model.spec
     max_model_len = settings.max_model_len or spec.max_position_embeddings
     if max_model_len > spec.max_position_embeddings:

@@ -35,6 +35,17 @@ def test_blocks_stay_as_in_the_file(smollm2_blocks: LoadedModel) -> None:
     assert smollm2_blocks.num_weight_bytes < 100e6 < 250e6 < plain.num_weight_bytes
 
 
+def test_blocks_can_be_kept_without_rounding_anything() -> None:
+    plain, kept = (load_model(resolve_model(""), "bfloat16", keep_blocks=keep) for keep in (False, True))
+    assert kept.num_weight_bytes < 100e6
+    params = SamplingParams(max_tokens=8, logprobs=5)
+    prompts = [[1, 504, 3575, 282, 4649, 314], [5 + i for i in range(40)]]
+    for native in (True, False):
+        steppers = [Stepper(model, native=native, max_model_len=64) for model in (plain, kept)]
+        first, second = (stepper.generate(requests_of(prompts, params)) for stepper in steppers)
+        assert first == second
+
+
 def test_greedy_text_stays_sensible(smollm2_blocks: LoadedModel) -> None:
     """Rounded activations may change a token that was nearly tied; most of a text stays."""
     prompt = [1, 504, 3575, 282, 4649, 314]

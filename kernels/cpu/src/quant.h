@@ -90,6 +90,19 @@ inline void decode_blocks(const char* block, int64_t count, T* out) {
         spread_halves(reinterpret_cast<const uint16_t*>(block), d);
         if (kFormat == BP_Q4) spread_halves(reinterpret_cast<const uint16_t*>(block) + 32, m);
         for (int group = 0; group < kStrips; group += 8) {
+#if defined(__AVX512BF16__)
+            if constexpr (sizeof(T) == 2) {
+#pragma GCC unroll 4
+                for (int j = 0; j < 8; j += 2) {
+                    const int strip = group + j, at = j % 4 * 16;
+                    const vf low = scaled<kFormat>(strip_values<kFormat>(block, strip, 0), d + at, m + at);
+                    const vf high = scaled<kFormat>(strip_values<kFormat>(block, strip + 1, 0), d + at + 16, m + at + 16);
+                    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+                    std::memcpy(out + strip * 16, &both, sizeof both);
+                }
+                continue;
+            }
+#endif
 #pragma GCC unroll 8
             for (int j = 0; j < 8; ++j) {
                 const int strip = group + j, at = j % 4 * 16;
