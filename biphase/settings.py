@@ -94,7 +94,6 @@ COMMON_FLAGS = (
     Flag("ready-fd", non_negative, None, "file descriptor that gets one JSON line when the service is ready"),
     Flag("host", str, "127.0.0.1", "address to listen on; workers stay on loopback unless told"),
     Flag("port", non_negative, 0, "port to listen on; 0 takes a free one"),
-    Flag("node-id", str, "", "name in the registry; default: role, host and process id"),
     Flag(
         "redis-url",
         str,
@@ -108,11 +107,43 @@ COMMON_FLAGS = (
     Flag("drain-timeout", positive_seconds, 30.0, "seconds running requests get to end after SIGTERM"),
 )
 
+
+@dataclass(frozen=True, kw_only=True)
+class CommonSettings:
+    """One field per flag in COMMON_FLAGS; see there for meaning and units. So it is with every class below."""
+
+    ready_fd: int | None
+    host: str
+    port: int
+    redis_url: str
+    cluster: str
+    log_format: str
+    log_level: str
+    drain_timeout: float
+
+
+# A service that is a node of its own in the registry; `biphase serve` is none.
+NODE_FLAGS = (*COMMON_FLAGS, Flag("node-id", str, "", "name in the registry; default: role, host and process id"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings(CommonSettings):
+    node_id: str
+
+
 MODEL_FLAGS = (
     Flag("model", str, "", "folder of safetensors, .gguf file or hub id; default: the bundled SmolLM2-135M-Instruct"),
     Flag("served-model-name", str, (), "name(s) clients use; default: from the model", many=True),
     Flag("max-model-len", non_negative, 0, "longest prompt plus output, in tokens; 0: what the model allows"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    model: str
+    served_model_name: tuple[str, ...]
+    max_model_len: int
+
 
 ENGINE_FLAGS = (
     Flag(
@@ -142,12 +173,39 @@ ENGINE_FLAGS = (
     Flag("max-waiting", positive, 1024, "requests waiting for a place at most; more are refused"),
 )
 
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    dtype: str
+    quantization: str
+    device: str
+    block_size: int
+    num_blocks: int
+    kv_cache_bytes: int | None
+    gpu_memory_utilization: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    num_threads: int
+    nice: int
+    native_kernels: bool
+    enforce_eager: bool
+    lease_seconds: float
+    max_waiting: int
+
+
 # The settings of the gateway that `biphase serve` takes too. The gateway has more of its own.
 API_FLAGS = (
     Flag("api-key", str, (), "key(s) that clients must send as a bearer token; none: no key is asked for", many=True,
          secret=True),
     Flag("chat-template", str, "", "Jinja file that replaces the model's own chat template"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings:
+    api_key: tuple[str, ...]
+    chat_template: str
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from biphase.settings import API_FLAGS, COMMON_FLAGS, ENGINE_FLAGS, MODEL_FLAGS, Flag, num_bytes
+from biphase.settings import API_FLAGS, ENGINE_FLAGS, MODEL_FLAGS, NODE_FLAGS, Flag, num_bytes
 from biphase.worker.settings import WORKER_FLAGS
 from services.gateway.settings import GATEWAY_FLAGS
 from services.kvstore.settings import KVSTORE_FLAGS
@@ -31,7 +31,7 @@ service knows goes through `--prefill-args`, `--decode-args`, `--kvstore-args` a
 """
 
 GROUPS: Sequence[tuple[str, str, Sequence[Flag]]] = (
-    ("Common", "Of every service, and of `serve`.", COMMON_FLAGS),
+    ("Common", "Of every service; all but `--node-id` of `serve` too.", NODE_FLAGS),
     ("Model", "Of `serve`, `gateway`, `prefill` and `decode`.", MODEL_FLAGS),
     ("Engine", "Of `serve`, `prefill` and `decode`.", ENGINE_FLAGS),
     ("API", "Of `serve` and `gateway`.", API_FLAGS),
@@ -39,11 +39,11 @@ GROUPS: Sequence[tuple[str, str, Sequence[Flag]]] = (
 # Each with the flags that it shares with others, and that the groups above have described.
 SERVICES: Sequence[tuple[str, str, Sequence[Flag], Sequence[Flag]]] = (
     ("serve", "`biphase serve [MODEL]`: common, model, engine, API, and", SERVE_FLAGS,
-     (*COMMON_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS, *API_FLAGS)),
-    ("gateway", "`biphase gateway`: common, model, API, and", GATEWAY_FLAGS, (*COMMON_FLAGS, *MODEL_FLAGS, *API_FLAGS)),
+     (*NODE_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS, *API_FLAGS)),
+    ("gateway", "`biphase gateway`: common, model, API, and", GATEWAY_FLAGS, (*NODE_FLAGS, *MODEL_FLAGS, *API_FLAGS)),
     ("prefill and decode", "`biphase prefill` and `biphase decode`: common, model, engine, and", WORKER_FLAGS,
-     (*COMMON_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS)),
-    ("kvstore", "`biphase kvstore`: common, and", KVSTORE_FLAGS, COMMON_FLAGS),
+     (*NODE_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS)),
+    ("kvstore", "`biphase kvstore`: common, and", KVSTORE_FLAGS, NODE_FLAGS),
     ("status", "`biphase status [--json]`:", STATUS_FLAGS, ()),
 )  # fmt: skip
 

@@ -9,9 +9,9 @@ import pytest
 from biphase.errors import ConfigError
 from biphase.settings import (
     API_FLAGS,
-    COMMON_FLAGS,
     ENGINE_FLAGS,
     MODEL_FLAGS,
+    NODE_FLAGS,
     Flag,
     boolean,
     num_bytes,
@@ -102,5 +102,5 @@ def test_a_variable_that_cannot_be_used_is_named() -> None:
 
 
 def test_names_of_the_shared_groups_are_unique() -> None:
-    names = [flag.name for flag in (*COMMON_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS, *API_FLAGS)]
+    names = [flag.name for flag in (*NODE_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS, *API_FLAGS)]
     assert len(set(names)) == len(names)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from biphase.settings import (
-    COMMON_FLAGS,
     ENGINE_FLAGS,
     MODEL_FLAGS,
+    NODE_FLAGS,
+    EngineSettings,
     Flag,
+    ModelSettings,
+    NodeSettings,
     boolean,
     non_negative,
     positive_seconds,
 )
 
 WORKER_FLAGS = (
-    *COMMON_FLAGS,
+    *NODE_FLAGS,
     *MODEL_FLAGS,
     *ENGINE_FLAGS,
     Flag("scheduling-policy", str, "", "default: fcfs for decode, shortest_first for prefill",
@@ -40,38 +43,10 @@ WORKER_FLAGS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(NodeSettings, ModelSettings, EngineSettings):
     """One field per flag in WORKER_FLAGS; see there for meaning and units."""
 
-    ready_fd: int | None
-    host: str
-    port: int
-    node_id: str
-    redis_url: str
-    cluster: str
-    log_format: str
-    log_level: str
-    drain_timeout: float
-    model: str
-    served_model_name: tuple[str, ...]
-    max_model_len: int
-    dtype: str
-    quantization: str
-    device: str
-    block_size: int
-    num_blocks: int
-    kv_cache_bytes: int | None
-    gpu_memory_utilization: float
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_prefix_caching: bool
-    num_threads: int
-    nice: int
-    native_kernels: bool
-    enforce_eager: bool
-    lease_seconds: float
-    max_waiting: int
     scheduling_policy: str
     max_mixed_prefill_tokens: int
     transports: tuple[str, ...]

@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 
 from biphase.settings import (
     API_FLAGS,
-    COMMON_FLAGS,
     MODEL_FLAGS,
+    NODE_FLAGS,
+    ApiSettings,
     Flag,
+    ModelSettings,
+    NodeSettings,
     boolean,
     non_negative,
     num_bytes,
@@ -21,7 +24,7 @@ from services.gateway.message.tool_formats import FORMATS as TOOL_FORMATS
 DEFAULT_PORT = 8000
 
 GATEWAY_FLAGS = (
-    *(replace(flag, default=DEFAULT_PORT) if flag.name == "port" else flag for flag in COMMON_FLAGS),
+    *(replace(flag, default=DEFAULT_PORT) if flag.name == "port" else flag for flag in NODE_FLAGS),
     *MODEL_FLAGS,
     *API_FLAGS,
     Flag("api-key-file", str, "", "file with one key a line, its limits after it; read again when it changes"),
@@ -55,24 +58,10 @@ GATEWAY_FLAGS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings(NodeSettings, ModelSettings, ApiSettings):
     """One field per flag in GATEWAY_FLAGS; see there for meaning and units."""
 
-    ready_fd: int | None
-    host: str
-    port: int
-    node_id: str
-    redis_url: str
-    cluster: str
-    log_format: str
-    log_level: str
-    drain_timeout: float
-    model: str
-    served_model_name: tuple[str, ...]
-    max_model_len: int
-    api_key: tuple[str, ...]
-    chat_template: str
     api_key_file: str
     requests_per_minute: int
     tokens_per_minute: int

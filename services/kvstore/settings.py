@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from biphase.errors import ConfigError
-from biphase.settings import COMMON_FLAGS, Flag, fraction, non_negative, num_bytes, positive, positive_seconds
+from biphase.settings import (
+    NODE_FLAGS,
+    Flag,
+    NodeSettings,
+    fraction,
+    non_negative,
+    num_bytes,
+    positive,
+    positive_seconds,
+)
 from biphase.transfer.selection import check_transports
 
 KVSTORE_FLAGS = (
-    *COMMON_FLAGS,
+    *NODE_FLAGS,
     Flag("capacity", num_bytes, 2**30, "memory for KV blocks, for example 4GiB"),
     Flag("disk-path", str, "", "folder of the disk tier; empty: none"),
     Flag("disk-capacity", num_bytes, 8 * 2**30, "size of the disk tier"),
@@ -23,19 +32,10 @@ KVSTORE_FLAGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class KvstoreSettings:
+@dataclass(frozen=True, kw_only=True)
+class KvstoreSettings(NodeSettings):
     """One field per flag in KVSTORE_FLAGS; see there for meaning and units."""
 
-    ready_fd: int | None
-    host: str
-    port: int
-    node_id: str
-    redis_url: str
-    cluster: str
-    log_format: str
-    log_level: str
-    drain_timeout: float
     capacity: int
     disk_path: str
     disk_capacity: int

@@ -5,7 +5,20 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, replace
 
-from biphase.settings import API_FLAGS, COMMON_FLAGS, ENGINE_FLAGS, MODEL_FLAGS, Flag, boolean, non_negative, positive
+from biphase.settings import (
+    API_FLAGS,
+    COMMON_FLAGS,
+    ENGINE_FLAGS,
+    MODEL_FLAGS,
+    ApiSettings,
+    CommonSettings,
+    EngineSettings,
+    Flag,
+    ModelSettings,
+    boolean,
+    non_negative,
+    positive,
+)
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -13,14 +26,12 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(shlex.split(text))
 
 
-# One machine, one node id per service: `prefill-0`, `decode-0`, ... so no --node-id.
 _SHARED_FLAGS = tuple(
     replace(flag, default=8000, help="port of the OpenAI API; 0 takes a free one") if flag.name == "port"
     else replace(flag, help="address of the OpenAI API; the workers stay on loopback") if flag.name == "host"
     else replace(flag, help=f"{flag.help.partition(';')[0]}; empty: an embedded Valkey") if flag.name == "redis-url"
     else flag
     for flag in COMMON_FLAGS
-    if flag.name != "node-id"
 )  # fmt: skip
 
 SERVE_FLAGS = (
@@ -38,42 +49,13 @@ SERVE_FLAGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ServeSettings:
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(CommonSettings, ModelSettings, EngineSettings, ApiSettings):
     """One field per flag in SERVE_FLAGS; see there for meaning and units."""
 
     prefill: int
     decode: int
     kvstore: bool
-    ready_fd: int | None
-    host: str
-    port: int
-    redis_url: str
-    cluster: str
-    log_format: str
-    log_level: str
-    drain_timeout: float
-    model: str
-    served_model_name: tuple[str, ...]
-    max_model_len: int
-    dtype: str
-    quantization: str
-    device: str
-    block_size: int
-    num_blocks: int
-    kv_cache_bytes: int | None
-    gpu_memory_utilization: float
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_prefix_caching: bool
-    num_threads: int
-    nice: int
-    native_kernels: bool
-    enforce_eager: bool
-    lease_seconds: float
-    max_waiting: int
-    api_key: tuple[str, ...]
-    chat_template: str
     prefill_args: tuple[str, ...]
     decode_args: tuple[str, ...]
     kvstore_args: tuple[str, ...]
