@@ -18,7 +18,9 @@ from biphase.worker.worker import Worker
 from services.decode.servicer import DecodeServicer
 from services.prefill.servicer import PrefillServicer
 
-BASE_FLAGS = ("--dtype", "float32", "--num-blocks", "64", "--max-num-batched-tokens", "64", "--num-threads", "1")
+BASE_FLAGS = ("--dtype", "float32", "--num-blocks", "64", "--max-num-batched-tokens", "64", "--num-threads", "1",
+    # How quick a prefill worker is depends on the machine; the tests that are about it set their own.
+    "--max-slow-local-tokens", "0")  # fmt: skip
 
 
 def settings(model: Path, node_id: str, *flags: str) -> WorkerSettings:
@@ -88,6 +90,7 @@ class Client:
         candidates: Sequence[decode_pb2.PrefillCandidate] = (),
         *,
         num_output: int = 0,
+        cache_salt: str = "",
         **values: object,
     ) -> grpc.aio.UnaryStreamCall[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]:
         """
@@ -102,6 +105,7 @@ class Client:
                 num_prompt_tokens=len(token_ids) - num_output,
                 sampling=sampling(**values),
                 prefill_candidates=candidates,
+                cache_salt=cache_salt,
             )
         )
 
@@ -111,10 +115,11 @@ class Client:
         candidates: Sequence[decode_pb2.PrefillCandidate] = (),
         *,
         num_output: int = 0,
+        cache_salt: str = "",
         **values: object,
     ) -> Answer:
         answer = Answer()
-        async for message in self.call(token_ids, candidates, num_output=num_output, **values):
+        async for message in self.call(token_ids, candidates, num_output=num_output, cache_salt=cache_salt, **values):
             answer.token_ids += message.token_ids
             answer.logprobs += message.logprobs
             answer.prompt_logprobs += message.prompt_logprobs
