@@ -112,6 +112,19 @@ class TokenLogprobs:
     rank: int
 
 
+# Chunks of a prompt that are told apart; those of a longer one are counted with the last.
+MAX_CHUNKS_TOLD = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one request that one step computed before its first token; monotonic seconds."""
+
+    start_time: float
+    end_time: float
+    num_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence in one engine. Mutated by the scheduler only, in the engine's thread."""
@@ -154,7 +167,19 @@ class Request:
     first_scheduled_time: float | None = None
     last_scheduled_time: float | None = None
     first_token_time: float | None = None
+    # Of an awaits_kv request: when what was read had arrived.
+    kv_ready_time: float | None = None
+    # What was computed for the first token, step by step.
+    chunks: list[Chunk] = field(default_factory=list)
     stop_token_id: int | None = None
+
+    def note_chunk(self, end_time: float, num_tokens: int) -> None:
+        """A step that ended now computed so many of its tokens, and there is no first token yet."""
+        start_time = max(self.last_scheduled_time or 0.0, self.kv_ready_time or 0.0) or end_time
+        if len(self.chunks) == MAX_CHUNKS_TOLD:
+            last = self.chunks.pop()
+            start_time, num_tokens = last.start_time, last.num_tokens + num_tokens
+        self.chunks.append(Chunk(start_time, end_time, num_tokens))
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -105,6 +105,7 @@ class Scheduler:
             self._blocks_arrived(self._manager.block_ids(request)[first:last])
         request.num_external_tokens = min(num_external_tokens, request.num_computed_tokens - request.num_cached_tokens)
         request.awaits_kv = False
+        request.kv_ready_time = self._clock()
         self.places.move(request, RequestStatus.RUNNING)
         self._manager.cache_blocks(request)
         if request.prefill_only:
@@ -270,7 +271,7 @@ class Scheduler:
 
         Requests that were aborted while the step ran are passed over, their tokens dropped.
         """
-        block_size = self._block_size
+        block_size, now = self._block_size, 0.0
         for scheduled in output.scheduled:
             request = scheduled.request
             if request.status is not RequestStatus.RUNNING:
@@ -281,8 +282,11 @@ class Scheduler:
                 self._manager.cache_blocks(request)
             if request.prefill_only:
                 self._reporter.announce(request)
-            if request.first_token_time is None and result.prompt_logprobs:
-                request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, ())
+            if request.first_token_time is None:
+                now = now or self._clock()
+                request.note_chunk(now, scheduled.num_scheduled_tokens)
+                if result.prompt_logprobs:
+                    request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, ())
             if scheduled.samples:
                 sampled = result.sampled.get(request.request_id)
                 if sampled is None:

@@ -16,6 +16,7 @@ from biphase.errors import InternalError, InvalidRequestError, LayoutMismatchErr
 from biphase.request import FinishReason, Request
 from biphase.rpc.errors import stream_method
 from biphase.rpc.messages import logprobs_to_proto, sampling_from_proto
+from biphase.rpc.spans import engine_spans
 from biphase.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from biphase.telemetry.events import event_logger
 from biphase.worker.bridge import EventQueue
@@ -23,6 +24,7 @@ from biphase.worker.pins import IoPins
 from biphase.worker.worker import Worker
 from services.decode.handoff import Handoff
 from services.decode.mode import choose_prefill_mode
+from services.decode.patience import Patience
 
 log = event_logger(__name__)
 
@@ -30,6 +32,7 @@ log = event_logger(__name__)
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._patience = Patience(worker.settings.max_slow_local_tokens)
 
     @stream_method
     async def Generate(
@@ -75,7 +78,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         # Decode fetches a shared prefix for itself only where it also computes the rest.
         plan = None if mode.remote else worker.prefixes.plan(request)
         request.awaits_kv = mode.remote or plan is not None
-        handoff = Handoff(worker, request, candidates, deadline) if mode.remote else None
+        handoff = Handoff(worker, self._patience, request, candidates, deadline) if mode.remote else None
         loading: asyncio.Task[None] | None = None
         report = common_pb2.RequestReport(
             prefill_mode="remote" if mode.remote else "local",
@@ -111,6 +114,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         first = False
                         self._complete(report, request, handoff)
                         answer.report.CopyFrom(report)
+                        answer.report.spans.extend(engine_spans(request, worker.node_id, fetches=handoff is None))
+                        if handoff is not None:
+                            answer.report.spans.extend(handoff.spans)
                     if handoff is not None and handoff.prompt_logprobs:
                         answer.prompt_logprobs.extend(handoff.prompt_logprobs)
                         handoff.prompt_logprobs = []
@@ -129,7 +135,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         finish.stop_token_id = event.stop_token_id
                     yield decode_pb2.GenerateResponse(finish=finish, report=report)
                     self._log_finished(request, report, event)
-                    worker.offer(request)
+                    worker.offer(
+                        request,
+                        report.num_cached_tokens + report.num_prefill_cached_tokens + report.num_external_tokens,
+                    )
                     return
         finally:
             # Nothing is awaited here: a call that is cancelled while it ends would skip what follows.

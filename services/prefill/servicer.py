@@ -16,6 +16,7 @@ from biphase.errors import DeadlineExceededError, InternalError, InvalidRequestE
 from biphase.request import FinishReason, Request, TokenLogprobs
 from biphase.rpc.errors import stream_method
 from biphase.rpc.messages import logprobs_to_proto, sampling_from_proto
+from biphase.rpc.spans import engine_spans
 from biphase.rpc.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from biphase.telemetry.events import event_logger
 from biphase.transfer.layout import KVLayout
@@ -43,7 +44,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             )
         request = self._parse(message)
         with worker.accept(request):
-            await worker.prepare(request)
             queue: EventQueue = asyncio.Queue()
             lease = worker.leases.open(
                 message.reader_node_id,
@@ -59,6 +59,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                         endpoint=worker.endpoint,
                     )
                 )
+                # After the answer: a grammar may take a while to compile, and silence is taken for a frozen worker.
+                await worker.prepare(request)
                 async for answer in self._run(request, lease, queue):
                     yield answer
                 done = True
@@ -143,7 +145,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             # Nothing is awaited here: a call that is cancelled while it ends would skip what follows.
             pins.release_after(fetched)
         yield prefill_pb2.PrefillResponse(done=self._done(request, token_ids, token, prompt_logprobs))
-        worker.offer(request)
+        worker.offer(request, request.num_cached_tokens + request.num_external_tokens)
 
     def _done(
         self, request: Request, token_ids: list[int], token: Tokens, prompt_logprobs: list[TokenLogprobs]
@@ -164,6 +166,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             num_computed_tokens=num_tokens - request.num_cached_tokens - request.num_external_tokens,
             queue_seconds=request.first_scheduled_time - request.arrival_time,
             prefill_seconds=request.first_token_time - request.first_scheduled_time,
+            spans=engine_spans(request, worker.node_id, fetches=True),
         )
         if token.logprobs:
             done.first_logprobs.CopyFrom(logprobs_to_proto(token.logprobs[0]))

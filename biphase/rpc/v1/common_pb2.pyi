@@ -131,8 +131,26 @@ class TransferEndpoint(_message.Message):
     host_id: str
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., tcp_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., shm_address: _Optional[str] = ..., host_id: _Optional[str] = ...) -> None: ...
 
+class Span(_message.Message):
+    __slots__ = ("phase", "node_id", "start_seconds", "end_seconds", "num_tokens", "num_bytes", "error_code")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    START_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    END_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    node_id: str
+    start_seconds: float
+    end_seconds: float
+    num_tokens: int
+    num_bytes: int
+    error_code: str
+    def __init__(self, phase: _Optional[str] = ..., node_id: _Optional[str] = ..., start_seconds: _Optional[float] = ..., end_seconds: _Optional[float] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., error_code: _Optional[str] = ...) -> None: ...
+
 class RequestReport(_message.Message):
-    __slots__ = ("prefill_mode", "reason", "prefill_node_id", "decode_node_id", "transport", "num_cached_tokens", "num_transferred_tokens", "num_computed_tokens", "num_prefill_cached_tokens", "num_external_tokens", "transfer_bytes", "transfer_seconds", "exposed_transfer_seconds", "queue_seconds", "prefill_seconds", "num_preemptions", "num_prefill_failures")
+    __slots__ = ("prefill_mode", "reason", "prefill_node_id", "decode_node_id", "transport", "num_cached_tokens", "num_transferred_tokens", "num_computed_tokens", "num_prefill_cached_tokens", "num_external_tokens", "transfer_bytes", "transfer_seconds", "exposed_transfer_seconds", "queue_seconds", "prefill_seconds", "num_preemptions", "num_prefill_failures", "spans", "silent_prefill_incarnations")
     PREFILL_MODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +168,8 @@ class RequestReport(_message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_PREFILL_INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     prefill_mode: str
     reason: str
     prefill_node_id: str
@@ -167,4 +187,6 @@ class RequestReport(_message.Message):
     prefill_seconds: float
     num_preemptions: int
     num_prefill_failures: int
-    def __init__(self, prefill_mode: _Optional[str] = ..., reason: _Optional[str] = ..., prefill_node_id: _Optional[str] = ..., decode_node_id: _Optional[str] = ..., transport: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., num_transferred_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_prefill_cached_tokens: _Optional[int] = ..., num_external_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., exposed_transfer_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_prefill_failures: _Optional[int] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[Span]
+    silent_prefill_incarnations: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prefill_mode: _Optional[str] = ..., reason: _Optional[str] = ..., prefill_node_id: _Optional[str] = ..., decode_node_id: _Optional[str] = ..., transport: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., num_transferred_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_prefill_cached_tokens: _Optional[int] = ..., num_external_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., exposed_transfer_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_prefill_failures: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., silent_prefill_incarnations: _Optional[_Iterable[str]] = ...) -> None: ...

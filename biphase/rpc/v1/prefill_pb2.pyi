@@ -58,7 +58,7 @@ class BlocksCommitted(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[_common_pb2.BlockHandle, _Mapping]]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("first_token_id", "first_logprobs", "prompt_logprobs", "num_tokens", "chain_hash", "num_cached_tokens", "num_external_tokens", "num_computed_tokens", "queue_seconds", "prefill_seconds")
+    __slots__ = ("first_token_id", "first_logprobs", "prompt_logprobs", "num_tokens", "chain_hash", "num_cached_tokens", "num_external_tokens", "num_computed_tokens", "queue_seconds", "prefill_seconds", "spans")
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class PrefillDone(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     first_token_id: int
     first_logprobs: _common_pb2.TokenLogprobs
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
@@ -79,4 +80,5 @@ class PrefillDone(_message.Message):
     num_computed_tokens: int
     queue_seconds: float
     prefill_seconds: float
-    def __init__(self, first_token_id: _Optional[int] = ..., first_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., chain_hash: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ..., num_external_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    def __init__(self, first_token_id: _Optional[int] = ..., first_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., chain_hash: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ..., num_external_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ...) -> None: ...
