@@ -174,6 +174,11 @@ class Engine:
             partial(self._scheduler.kv_ready, RequestId(request_id), num_valid_tokens, num_external_tokens, first_token)
         )
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no place yet."""
+        return len(self._scheduler.places.waiting) + self._num_arriving
+
     def stats(self) -> EngineStats:
         return collect(self._scheduler, self.manager, self._meter, self._num_arriving)
 

@@ -90,6 +90,41 @@ def num_bytes(text: str) -> int:
     return value
 
 
+# What the processes of one cluster show each other; how it is used is biphase.rpc.trust's business.
+TRUST_FLAGS = (
+    Flag(
+        "service-token",
+        str,
+        "",
+        "secret that all processes of a cluster share; whoever cannot prove it is refused, by gRPC and where KV blocks "
+        "are read",
+        secret=True,
+    ),
+    Flag("service-token-file", str, "", "file with the same, for secrets that come as files"),
+    Flag("tls-cert", str, "", "PEM certificate (chain) of this process, for mutual TLS between services"),
+    Flag("tls-key", str, "", "PEM key of --tls-cert"),
+    Flag("tls-ca", str, "", "PEM certificate(s) of the authority that signed every service's certificate"),
+    Flag("tls-name", str, "biphase", "DNS name in every service's certificate; empty: the address that is called"),
+    Flag(
+        "insecure",
+        boolean,
+        False,
+        "lets a worker or store listen on other than loopback with neither service token nor TLS",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustSettings:
+    service_token: str
+    service_token_file: str
+    tls_cert: str
+    tls_key: str
+    tls_ca: str
+    tls_name: str
+    insecure: bool
+
+
 COMMON_FLAGS = (
     Flag("ready-fd", non_negative, None, "file descriptor that gets one JSON line when the service is ready"),
     Flag("host", str, "127.0.0.1", "address to listen on; workers stay on loopback unless told"),
@@ -105,11 +140,12 @@ COMMON_FLAGS = (
     Flag("log-format", str, "text", "text or json", choices=("text", "json")),
     Flag("log-level", str, "info", "debug, info, warning or error", choices=("debug", "info", "warning", "error")),
     Flag("drain-timeout", positive_seconds, 30.0, "seconds running requests get to end after SIGTERM"),
+    *TRUST_FLAGS,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonSettings:
+class CommonSettings(TrustSettings):
     """One field per flag in COMMON_FLAGS; see there for meaning and units. So it is with every class below."""
 
     ready_fd: int | None

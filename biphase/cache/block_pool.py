@@ -243,6 +243,24 @@ class BlockPool:
             oldest = list(islice(self._cached, limit))
             return [(block_id, h) for block_id in oldest if (h := self._index.hash_of(block_id)) is not None]
 
+    def acquire_held(self, hashes: Iterable[BlockHash]) -> list[tuple[BlockHash, int, int]]:
+        """Acquires a block of each of these contents that is held, whatever became of the others.
+
+        Returns:
+            (hash, block id, generation) of each block found, in order.
+        """
+        with self.lock:
+            found = [(h, block_id) for h in hashes if (block_id := self._index.get(h)) is not None]
+            self.acquire([block_id for _, block_id in found])
+            return [(h, block_id, self.generations[block_id]) for h, block_id in found]
+
+    def make_oldest(self, block_ids: Sequence[int]) -> None:
+        """Has those of the blocks that are cached evicted before all others, the last one first."""
+        with self.lock:
+            for block_id in block_ids:
+                if block_id in self._cached:
+                    self._cached.move_to_end(block_id, last=False)
+
     def forget(self, block_id: int) -> None:
         """Takes one cached block's content away, whatever its age: it is blank now, and the next to be allocated."""
         with self.lock:

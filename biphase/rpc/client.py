@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import grpc
 
+from biphase.rpc.trust import OPEN, Trust
+
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
@@ -25,15 +27,20 @@ _OPTIONS = (
 
 
 class ChannelPool:
-    """address ("host:port") -> channel. For one event loop."""
+    """address ("host:port") -> channel. For one event loop.
 
-    def __init__(self) -> None:
+    Args:
+        trust: what is shown to whoever is called, and asked of it.
+    """
+
+    def __init__(self, trust: Trust = OPEN) -> None:
+        self._trust = trust
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=_OPTIONS)
+            channel = self._channels[address] = self._trust.aio_channel(address, _OPTIONS)
         return channel
 
     async def forget(self, address: str) -> None:

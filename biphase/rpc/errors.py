@@ -84,6 +84,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> BiphaseError:
     cls = _CLASSES.get(ErrorCode(code)) if code in set(ErrorCode) else None
     if cls is None:
         cls = _BY_STATUS.get(error.code(), InternalError)
+    if cls is UnauthorizedError:
+        # This process's token or certificate is wrong; whoever asked for the work has nothing to do with it.
+        cls = UnavailableError
     return cls(f"{peer}: {error.details() or error.code().name.lower()}")
 
 

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from biphase.errors import ConfigError
+from biphase.rpc.trust import OPEN, Trust
 
 _OPTIONS = (
     # Without it two processes given the same port would both get it, and each half of the calls.
@@ -23,6 +24,8 @@ _OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # Whoever connects and says nothing is gone after this; the default is two minutes.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
 Registration = Callable[[grpc.aio.Server], None]
@@ -65,7 +68,13 @@ class RpcServer:
 
     @classmethod
     async def start(
-        cls, host: str, port: int, registrations: Sequence[Registration], *, advertise_host: str = ""
+        cls,
+        host: str,
+        port: int,
+        registrations: Sequence[Registration],
+        *,
+        advertise_host: str = "",
+        trust: Trust = OPEN,
     ) -> RpcServer:
         """Opens the port and serves; health says NOT_SERVING until `set_serving(True)`.
 
@@ -74,17 +83,18 @@ class RpcServer:
             registrations: each adds one servicer, for example
                 `lambda server: add_DecodeServicer_to_server(servicer, server)`.
             advertise_host: the address peers use when `host` is a wildcard.
+            trust: what callers have to show, of every method and health checks too.
 
         Raises:
             ConfigError: the port is taken or the address is not ours.
         """
-        server = grpc.aio.server(options=_OPTIONS)
+        server = grpc.aio.server(interceptors=trust.interceptors(), options=_OPTIONS)
         health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         for register in registrations:
             register(server)
         try:
-            bound = server.add_insecure_port(join_address(host, port))
+            bound = trust.add_port(server, join_address(host, port))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: it is taken or not an address of this host") from error
         if bound == 0:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from biphase.cache.memory import BlockMemory
 from biphase.errors import BiphaseError
+from biphase.rpc.trust import OPEN, Trust
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import Hello
@@ -91,6 +92,8 @@ class ReaderContext:
     transports: tuple[str, ...]
     # False: a read fails rather than go over another transport than the first.
     allow_fallback: bool
+    # What is shown to holders, and asked of them.
+    trust: Trust = OPEN
 
     def hello(self, endpoint: Endpoint, transport: str) -> Hello:
         """What the reader says first to a holder."""

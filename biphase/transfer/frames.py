@@ -2,9 +2,11 @@
 
 Everything is little-endian. A connection starts with one exchange:
 
-    reader -> holder   HELLO    JSON: who asks, whom it expects, its layout
-    holder -> reader   WELCOME  JSON: who answers, how many blocks go in a batch, length of the test pattern
-                       REFUSE   JSON: code and message; the holder closes
+    reader -> holder   HELLO      JSON: who asks, whom it expects, its layout
+    holder -> reader   CHALLENGE  a number used once; where the cluster has a service token only
+    reader -> holder   PROOF      MAC of HELLO and the challenge under the token
+    holder -> reader   WELCOME    JSON: who answers, how many blocks go in a batch; with a token its own MAC of the same
+                       REFUSE     JSON: code and message; the holder closes
 
 over tcp the test pattern follows WELCOME, over a unix socket the descriptors of the shared memory. Then, tcp only:
 
@@ -32,7 +34,7 @@ import xxhash
 
 from biphase.errors import TransferFailedError
 
-VERSION = 1
+VERSION = 2
 MAX_HELLO_BYTES = 64 * 1024
 MAX_BATCH_BLOCKS = 256
 MAX_READ_BLOCKS = 8 * MAX_BATCH_BLOCKS
@@ -59,6 +61,8 @@ class Kind(IntEnum):
     PIN = 6
     DONE = 7
     AGENT = 8
+    CHALLENGE = 9
+    PROOF = 10
 
 
 class Status(IntEnum):

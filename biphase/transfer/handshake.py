@@ -1,18 +1,28 @@
 """The first exchange on a data connection: who are you, do our bytes mean the same, how fast is it between us.
 
-Owns both sides of HELLO and WELCOME or REFUSE, and the test pattern. Nothing is read before both have agreed on
-incarnation and on every field of the layout.
+Owns both sides of HELLO, CHALLENGE and PROOF, WELCOME or REFUSE, and the test pattern. Nothing is read before both have
+agreed on incarnation and on every field of the layout. Where there is a service token, each side has shown before that
+it has it, without sending it, and a peer that has not learns nothing but that.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import hmac
+import secrets
 import time
 from collections.abc import Container
 from dataclasses import dataclass
 
-from biphase.errors import BiphaseError, LayoutMismatchError, StaleHandleError, TransferFailedError
+from biphase.errors import (
+    BiphaseError,
+    LayoutMismatchError,
+    StaleHandleError,
+    TransferFailedError,
+    UnauthorizedError,
+)
+from biphase.rpc.token import ServiceToken
 from biphase.transfer import frames
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind
@@ -24,8 +34,10 @@ PATTERN_BYTES = 1024 * 1024
 NUM_PATTERNS = 4
 
 _REFUSALS: dict[str, type[BiphaseError]] = {
-    error.code.value: error for error in (LayoutMismatchError, StaleHandleError, TransferFailedError)
+    error.code.value: error for error in (LayoutMismatchError, StaleHandleError, TransferFailedError, UnauthorizedError)
 }
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +69,14 @@ def test_pattern() -> bytes:
     return piece * (PATTERN_BYTES // len(piece))
 
 
-def introduce(sock: DeadlineSocket, endpoint: Endpoint, hello: Hello, deadline: float) -> Welcome:
+def introduce(
+    sock: DeadlineSocket, endpoint: Endpoint, hello: Hello, deadline: float, token: ServiceToken | None = None
+) -> Welcome:
     """The reader's side.
 
     Raises:
         LayoutMismatchError: refused; the message names the field.
+        UnauthorizedError: one of the two has no service token, or another.
         StaleHandleError: the holder is another incarnation than the endpoint's.
         TransferFailedError: refused for another reason, no answer in time, or not this protocol.
     """
@@ -73,14 +88,28 @@ def introduce(sock: DeadlineSocket, endpoint: Endpoint, hello: Hello, deadline: 
         "layout": hello.layout.to_json(),
         "transport": hello.transport,
     }
-    sock.send_bytes(frames.pack_json(Kind.HELLO, said), deadline)
+    frame = frames.pack_json(Kind.HELLO, said)
+    sock.send_bytes(frame, deadline)
     kind, raw = sock.recv_frame(deadline, frames.MAX_HELLO_BYTES)
+    challenge = b""
+    if kind is Kind.CHALLENGE:
+        if token is None:
+            raise UnauthorizedError(f"{endpoint.node_id} wants the service token of its cluster, and none is set here")
+        if len(raw) != _NONCE_BYTES:
+            raise FrameError(f"a challenge of {len(raw)} bytes")
+        challenge = raw
+        sock.send_bytes(_pack(Kind.PROOF, token.mac(b"reader", frame, challenge)), deadline)
+        kind, raw = sock.recv_frame(deadline, frames.MAX_HELLO_BYTES)
     body = frames.unpack_json(raw)
     if kind is Kind.REFUSE:
         refusal = _REFUSALS.get(frames.text_field(body, "code"), TransferFailedError)
         raise refusal(frames.text_field(body, "message"))
     if kind is not Kind.WELCOME:
         raise FrameError(f"a {kind.name} frame in place of WELCOME")
+    if token is not None:
+        wanted = token.mac(b"holder", frame, challenge).hex()
+        if not challenge or not hmac.compare_digest(wanted.encode(), str(body.get("mac")).encode()):
+            raise UnauthorizedError(f"{endpoint.node_id} does not show that it has the service token of this cluster")
     if frames.text_field(body, "incarnation") != endpoint.incarnation:
         raise StaleHandleError(f"{endpoint.node_id} has restarted: its handles are void")
     return Welcome(
@@ -111,19 +140,28 @@ def send_pattern(sock: DeadlineSocket, deadline: float) -> None:
     sock.send([test_pattern()] * NUM_PATTERNS, NUM_PATTERNS * PATTERN_BYTES, deadline)
 
 
-def answer(sock: DeadlineSocket, me: Endpoint, welcome: Welcome, transports: Container[str], deadline: float) -> Hello:
+def answer(
+    sock: DeadlineSocket,
+    me: Endpoint,
+    welcome: Welcome,
+    transports: Container[str],
+    deadline: float,
+    token: ServiceToken | None = None,
+) -> Hello:
     """The holder's side. Sends WELCOME or REFUSE.
 
     Args:
         transports: that can be had over this connection.
 
     Raises:
-        LayoutMismatchError, StaleHandleError: refused, and the reader was told why.
+        LayoutMismatchError, StaleHandleError, UnauthorizedError: refused, and the reader was told why.
         TransferFailedError: no HELLO in time, or not this protocol.
     """
     kind, raw = sock.recv_frame(deadline, frames.MAX_HELLO_BYTES)
     if kind is not Kind.HELLO:
         raise FrameError(f"a {kind.name} frame in place of HELLO")
+    # Before anything that was said is looked at.
+    mac = {} if token is None else {"mac": _challenge(sock, _pack(kind, raw), token, deadline)}
     hello = _parse_hello(frames.unpack_json(raw))
     try:
         if (hello.holder_node_id, hello.holder_incarnation) != (me.node_id, me.incarnation):
@@ -135,17 +173,41 @@ def answer(sock: DeadlineSocket, me: Endpoint, welcome: Welcome, transports: Con
         if hello.transport not in transports:
             raise TransferFailedError(f"{me.node_id} does not offer {hello.transport} here")
     except BiphaseError as error:
-        refusal = {"code": error.code.value, "message": error.message}
-        sock.send_bytes(frames.pack_json(Kind.REFUSE, refusal), deadline)
+        _refuse(sock, error, deadline)
         raise
     said = {
         "node_id": me.node_id,
         "incarnation": me.incarnation,
         "num_blocks": welcome.num_blocks,
         "batch_blocks": welcome.batch_blocks,
+        **mac,
     }
     sock.send_bytes(frames.pack_json(Kind.WELCOME, said), deadline)
     return hello
+
+
+def _challenge(sock: DeadlineSocket, hello: bytes, token: ServiceToken, deadline: float) -> str:
+    """Lets the reader prove that it has the token. Returns the holder's own proof.
+
+    Raises:
+        UnauthorizedError: it does not.
+    """
+    challenge = secrets.token_bytes(_NONCE_BYTES)
+    sock.send_bytes(_pack(Kind.CHALLENGE, challenge), deadline)
+    kind, proof = sock.recv_frame(deadline, _MAC_BYTES)
+    if kind is not Kind.PROOF or not hmac.compare_digest(proof, token.mac(b"reader", hello, challenge)):
+        refusal = UnauthorizedError("the reader does not show that it has the service token of this cluster")
+        _refuse(sock, refusal, deadline)
+        raise refusal
+    return token.mac(b"holder", hello, challenge).hex()
+
+
+def _refuse(sock: DeadlineSocket, error: BiphaseError, deadline: float) -> None:
+    sock.send_bytes(frames.pack_json(Kind.REFUSE, {"code": error.code.value, "message": error.message}), deadline)
+
+
+def _pack(kind: Kind, body: bytes) -> bytes:
+    return frames.pack_header(kind, len(body)) + body
 
 
 def _parse_hello(body: dict[str, object]) -> Hello:

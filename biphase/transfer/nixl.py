@@ -37,7 +37,8 @@ from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import PATTERN_BYTES, introduce, test_pattern
 from biphase.transfer.leases import HolderPool, LeaseTable, generations_of
 from biphase.transfer.nixl_agent import Agent
-from biphase.transfer.sockets import TICK_SECONDS, DeadlineSocket, connect_tcp
+from biphase.transfer.sockets import TICK_SECONDS, DeadlineSocket
+from biphase.transfer.tls import connect
 
 # A reader that pinned blocks and then says nothing for so long is taken for dead.
 PIN_SECONDS = 30.0
@@ -184,10 +185,11 @@ class NixlChannel:
             LayoutMismatchError, StaleHandleError: refused.
             TransferFailedError: no connection in time, or NIXL cannot reach the holder.
         """
-        sock = connect_tcp(endpoint.tcp_address, endpoint.node_id, deadline, on_tick)
+        trust = context.trust
+        sock = connect(endpoint.tcp_address, endpoint.node_id, deadline, on_tick, trust.tls)
         channel = None
         try:
-            welcome = introduce(sock, endpoint, context.hello(endpoint, "nixl"), deadline)
+            welcome = introduce(sock, endpoint, context.hello(endpoint, "nixl"), deadline, trust.token)
             channel = cls(sock, context, endpoint.node_id)
             channel._meet(welcome.num_blocks, deadline)
             return channel

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 
 from biphase.cache.memory import BlockMemory
 from biphase.errors import InvalidRequestError, TransferFailedError
+from biphase.rpc.trust import OPEN, Trust
 from biphase.rpc.v1 import common_pb2
 from biphase.transfer.channels import ReaderContext, ReadRequest, ReadResult
 from biphase.transfer.endpoint import Endpoint
@@ -33,6 +34,7 @@ class BlockReader:
         node_id, incarnation: who reads, for the holder's logs.
         transports: which may be used, best first.
         allow_fallback: False: a read fails rather than go over another transport than the first.
+        trust: what is shown to holders, and asked of them.
         idle_seconds: a connection not used for so long is closed, its thread ends.
 
     Raises:
@@ -48,11 +50,12 @@ class BlockReader:
         *,
         transports: Sequence[str] = ("shm", "tcp"),
         allow_fallback: bool = True,
+        trust: Trust = OPEN,
         idle_seconds: float = 120.0,
     ) -> None:
         assert memory.block_bytes == layout.block_bytes, "layout and memory differ in block_bytes"
         check_transports(tuple(transports))
-        self._context = ReaderContext(memory, layout, node_id, incarnation, tuple(transports), allow_fallback)
+        self._context = ReaderContext(memory, layout, node_id, incarnation, tuple(transports), allow_fallback, trust)
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._peers: dict[Endpoint, Peer] = {}

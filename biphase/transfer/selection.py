@@ -36,7 +36,7 @@ def open_channel(endpoint: Endpoint, context: ReaderContext, deadline: float, on
     """Connects by the first transport that works.
 
     Raises:
-        LayoutMismatchError, StaleHandleError: the holder refused; no other transport would help.
+        LayoutMismatchError, StaleHandleError, UnauthorizedError: the holder refused; no other transport would help.
         TransferFailedError: none works, or the first does not and falling back is not allowed.
     """
     passed_over: list[str] = []

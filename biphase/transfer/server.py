@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 from biphase.cache.memory import BlockMemory, SharedGenerations
 from biphase.errors import BiphaseError, ConfigError
+from biphase.rpc.trust import OPEN, Trust
 from biphase.telemetry.events import event_logger
 from biphase.transfer.endpoint import Endpoint, host_id
-from biphase.transfer.handshake import Welcome, answer, send_pattern
+from biphase.transfer.handshake import Hello, Welcome, answer, send_pattern
 from biphase.transfer.layout import KVLayout
 from biphase.transfer.leases import HolderPool, LeaseTable
 from biphase.transfer.nixl import NixlHost
@@ -27,11 +28,15 @@ from biphase.transfer.selection import check_transports
 from biphase.transfer.shm import ShmHost
 from biphase.transfer.sockets import DeadlineSocket, peer_uid
 from biphase.transfer.tcp import BlockSender
+from biphase.transfer.tls import TlsSocket
 
 log = event_logger(__name__)
 
 _HANDSHAKE_SECONDS = 5.0
 _MAX_CONNECTIONS = 1024
+# So many may be in their handshake at once; one more pushes out the oldest, so that those who connect and say nothing
+# keep nobody else out.
+_MAX_HANDSHAKES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class BlockServer:
         advertise_host: what readers connect to, where it is not `host` (which may be 0.0.0.0).
         generations: the pool's own table, for same-host readers. Without it shm is not offered.
         transports: which may be offered, best first.
+        trust: what readers have to show; tls is for tcp only.
 
     Raises:
         ConfigError: an unknown transport, one that does not work here, or an address that cannot be listened on.
@@ -72,12 +78,16 @@ class BlockServer:
         advertise_host: str | None = None,
         generations: SharedGenerations | None = None,
         transports: Sequence[str] = ("shm", "tcp"),
+        trust: Trust = OPEN,
     ) -> None:
         assert memory.block_bytes == layout.block_bytes, "layout and memory differ in block_bytes"
         assert len(pool.generations) == memory.num_blocks, "pool and memory differ in size"
         check_transports(tuple(transports))
+        self._trust = trust
         self._lock = threading.Lock()
         self._connections: dict[DeadlineSocket, threading.Thread] = {}
+        # Of those, the ones that have not shown yet who they are; oldest first.
+        self._unknown: dict[DeadlineSocket, None] = {}
         self._listeners: list[tuple[socket.socket, threading.Thread]] = []
         self._closed = False
         self._num_blocks = self._num_bytes = self._num_refused = 0
@@ -167,7 +177,7 @@ class BlockServer:
                 continue
             name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "local"
             try:
-                connection = DeadlineSocket(raw, name)
+                connection = self._wrap(raw, name)
             except OSError:
                 raw.close()  # Gone again already.
                 continue
@@ -178,10 +188,29 @@ class BlockServer:
                 refused = self._closed or len(self._connections) >= _MAX_CONNECTIONS
                 if not refused:
                     self._connections[connection] = thread
+                    if len(self._unknown) >= _MAX_HANDSHAKES:
+                        oldest = next(iter(self._unknown))
+                        oldest.abort()
+                        del self._unknown[oldest]
+                    self._unknown[connection] = None
                     thread.start()
             if refused:
                 log.warning("connection_refused", peer=name, num_connections=_MAX_CONNECTIONS)
                 connection.close()
+
+    def _wrap(self, raw: socket.socket, name: str) -> DeadlineSocket:
+        if self._trust.tls is None or raw.family == socket.AF_UNIX:
+            return DeadlineSocket(raw, name)
+        return TlsSocket(raw, name, lambda: None, self._trust.tls.server_context, None)
+
+    def _meet(self, connection: DeadlineSocket, transports: Sequence[str]) -> tuple[Hello, float]:
+        """The handshake. Returns what the reader said, and until when the rest of it may take."""
+        deadline = time.monotonic() + _HANDSHAKE_SECONDS
+        connection.shake_hands(deadline)
+        hello = answer(connection, self.endpoint, self._welcome, transports, deadline, self._trust.token)
+        with self._lock:
+            self._unknown.pop(connection, None)
+        return hello, deadline
 
     def _serve(self, connection: DeadlineSocket, serve: Callable[[DeadlineSocket, str], None], name: str) -> None:
         try:
@@ -197,10 +226,10 @@ class BlockServer:
             with self._lock:
                 connection.close()
                 del self._connections[connection]
+                self._unknown.pop(connection, None)
 
     def _serve_tcp(self, connection: DeadlineSocket, name: str) -> None:
-        deadline = time.monotonic() + _HANDSHAKE_SECONDS
-        hello = answer(connection, self.endpoint, self._welcome, self._over_tcp, deadline)
+        hello, deadline = self._meet(connection, self._over_tcp)
         log.debug("reader_connected", peer=hello.node_id, transport=hello.transport, address=name)
         if hello.transport == "nixl":
             assert self._nixl is not None
@@ -215,7 +244,7 @@ class BlockServer:
         if uid != os.getuid():
             log.warning("connection_refused", peer=f"uid {uid}", transport="shm")
             return
-        hello = answer(connection, self.endpoint, self._welcome, ("shm",), time.monotonic() + _HANDSHAKE_SECONDS)
+        hello, _ = self._meet(connection, ("shm",))
         self._shm.send_descriptors(connection)
         log.debug("reader_connected", peer=hello.node_id, transport="shm")
         # Nothing more is said: the connection stands for "alive" on both sides.

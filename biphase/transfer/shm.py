@@ -91,7 +91,7 @@ class ShmChannel:
             uid = peer_uid(sock.raw)
             if uid != os.getuid():
                 raise TransferFailedError(f"{endpoint.node_id}'s shared memory socket belongs to uid {uid}")
-            welcome = introduce(sock, endpoint, context.hello(endpoint, "shm"), deadline)
+            welcome = introduce(sock, endpoint, context.hello(endpoint, "shm"), deadline, context.trust.token)
             fds = _receive_descriptors(sock, deadline)
             sizes = (welcome.num_blocks * context.layout.block_bytes, welcome.num_blocks * 8, PATTERN_BYTES)
             try:

@@ -129,6 +129,9 @@ class DeadlineSocket:
         poll.register(self._socket, select.POLLIN)
         poll.poll()
 
+    def shake_hands(self, deadline: float) -> None:
+        """Whatever has to happen before the first frame; nothing, in plain text."""
+
     def abort(self) -> None:
         """From any thread: whoever waits in this socket fails at once."""
         with contextlib.suppress(OSError):  # Not connected any more.
@@ -154,7 +157,17 @@ class DeadlineSocket:
         return TransferFailedError(f"connection to {self._peer} lost: {error.strerror or error}")
 
 
-def connect_tcp(address: str, peer: str, deadline: float, on_tick: Callable[[], None] = _nothing) -> DeadlineSocket:
+# Turns a connected socket, its peer's name and `on_tick` into one with deadlines.
+MakeSocket = Callable[[socket.socket, str, Callable[[], None]], DeadlineSocket]
+
+
+def connect_tcp(
+    address: str,
+    peer: str,
+    deadline: float,
+    on_tick: Callable[[], None] = _nothing,
+    make: MakeSocket = DeadlineSocket,
+) -> DeadlineSocket:
     """Connects to "host:port".
 
     Raises:
@@ -165,7 +178,7 @@ def connect_tcp(address: str, peer: str, deadline: float, on_tick: Callable[[], 
         family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, ValueError) as error:
         raise TransferFailedError(f"{peer} has no usable tcp address: {address!r}: {error}") from error
-    return _connect(socket.socket(family, kind, proto), target, peer, deadline, on_tick)
+    return _connect(socket.socket(family, kind, proto), target, peer, deadline, on_tick, make)
 
 
 def connect_abstract(name: str, peer: str, deadline: float, on_tick: Callable[[], None] = _nothing) -> DeadlineSocket:
@@ -196,7 +209,12 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def _connect(
-    sock: socket.socket, target: object, peer: str, deadline: float, on_tick: Callable[[], None]
+    sock: socket.socket,
+    target: object,
+    peer: str,
+    deadline: float,
+    on_tick: Callable[[], None],
+    make: MakeSocket = DeadlineSocket,
 ) -> DeadlineSocket:
     try:
         sock.setblocking(False)
@@ -212,7 +230,7 @@ def _connect(
                 status = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if status:
             raise TransferFailedError(f"cannot connect to {peer}: {errno.errorcode.get(status, status)}")
-        return DeadlineSocket(sock, peer, on_tick)
+        return make(sock, peer, on_tick)
     except BaseException:
         sock.close()
         raise

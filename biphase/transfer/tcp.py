@@ -18,7 +18,8 @@ from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import Welcome, introduce, measure_pattern
 from biphase.transfer.leases import HolderPool, LeaseTable, generations_of
-from biphase.transfer.sockets import DeadlineSocket, connect_tcp
+from biphase.transfer.sockets import DeadlineSocket
+from biphase.transfer.tls import connect
 
 _BATCH_BYTES = 512 * 1024
 _BATCHES_PER_READ = frames.MAX_READ_BLOCKS // frames.MAX_BATCH_BLOCKS
@@ -48,12 +49,13 @@ class TcpChannel:
     def connect(cls, endpoint: Endpoint, context: ReaderContext, deadline: float, on_tick: Tick) -> TcpChannel:
         """
         Raises:
-            LayoutMismatchError, StaleHandleError: refused.
+            LayoutMismatchError, StaleHandleError, UnauthorizedError: refused.
             TransferFailedError: no connection in time.
         """
-        sock = connect_tcp(endpoint.tcp_address, endpoint.node_id, deadline, on_tick)
+        trust = context.trust
+        sock = connect(endpoint.tcp_address, endpoint.node_id, deadline, on_tick, trust.tls)
         try:
-            welcome = introduce(sock, endpoint, context.hello(endpoint, "tcp"), deadline)
+            welcome = introduce(sock, endpoint, context.hello(endpoint, "tcp"), deadline, trust.token)
             return cls(sock, context, welcome, measure_pattern(sock, deadline))
         except BaseException:
             sock.close()

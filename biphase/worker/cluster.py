@@ -42,6 +42,7 @@ class ClusterMembership:
         self._identity = identity
         self._record = record
         self._tasks: list[asyncio.Task[None]] = []
+        self._store_ids: frozenset[NodeId] = frozenset()
         self._redis = connect(redis_url) if redis_url else None
         self._registry: Registry | None = None
         self._watch: RegistryWatch | None = None
@@ -78,8 +79,7 @@ class ClusterMembership:
 
     def is_stored(self, block_hash: BlockHash) -> bool:
         """Whether some block store holds this block, as far as the index knows."""
-        stores = {record.node_id for record in self.stores()}
-        return any(node_id in stores for node_id in self.view.holders_of(block_hash))
+        return any(node_id in self._store_ids for node_id in self.view.holders_of(block_hash))
 
     def start(self, on_nodes: Callable[[list[NodeRecord]], None]) -> None:
         """
@@ -89,6 +89,7 @@ class ClusterMembership:
         if self._redis is None:
             return
         assert self._registry is not None and self._watch is not None and self._publisher is not None
+        self._watch.subscribe(self._note_stores)
         self._watch.subscribe(on_nodes)
         self._spawn(keep_alive(self._registry, self._record))
         self._spawn(self._watch.run())
@@ -112,6 +113,9 @@ class ClusterMembership:
             _, pending = await asyncio.wait(pending, timeout=0.2)
         if self._redis is not None:
             await self._redis.aclose()
+
+    def _note_stores(self, nodes: list[NodeRecord]) -> None:
+        self._store_ids = frozenset(record.node_id for record in self.stores())
 
     def _alive(self) -> dict[NodeId, str] | None:
         nodes = self.nodes

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from biphase.cache.hashing import root_hash
 from biphase.engine import Engine
@@ -21,6 +21,7 @@ from biphase.request import BlockHash, NodeId, Request, RequestId
 from biphase.rpc.client import ChannelPool
 from biphase.rpc.node import NodeServicer
 from biphase.rpc.server import Registration, RpcServer, reachable_host
+from biphase.rpc.trust import trust_of
 from biphase.rpc.v1 import blocks_pb2_grpc, node_pb2, node_pb2_grpc
 from biphase.telemetry.events import event_logger
 from biphase.transfer.holder import BlockHolderServicer
@@ -44,7 +45,11 @@ _MISSED_LOOKS = 4
 
 
 class Worker:
-    """Built inside a running event loop; `start`, then `run_until_stopped`."""
+    """Built inside a running event loop; `start`, then `run_until_stopped`.
+
+    Raises:
+        ConfigError: a service token or certificates that cannot be used.
+    """
 
     def __init__(self, role: str, settings: WorkerSettings, core: WorkerCore) -> None:
         self.role = role
@@ -55,7 +60,8 @@ class Worker:
         self.pool = core.pool
         self.manager = core.manager
         self.layout = core.layout
-        self.channels = ChannelPool()
+        self._trust = trust_of(settings)
+        self.channels = ChannelPool(self._trust)
         self.leases = LeaseTable(core.pool, settings.lease_seconds)
         self.bridge = EngineBridge(asyncio.get_running_loop())
         self.engine = Engine(core.runner, core.manager, core.scheduler_config, blocks_arrived=core.blocks_arrived)
@@ -67,6 +73,7 @@ class Worker:
             self.incarnation,
             transports=self._transports,
             allow_fallback=not settings.require_transport,
+            trust=self._trust,
         )
         # What made this worker stop by itself; None while it is well.
         self.failure: BiphaseError | None = None
@@ -99,6 +106,7 @@ class Worker:
             advertise_host=reachable_host(self.settings.host),
             generations=core.generations,
             transports=self._transports,
+            trust=self._trust,
         )
         endpoint = self.server.endpoint
         if self.settings.advertised_transfer_address and endpoint.tcp_address:
@@ -114,6 +122,7 @@ class Worker:
                 lambda server: blocks_pb2_grpc.add_BlockHolderServicer_to_server(holder, server),
                 lambda server: node_pb2_grpc.add_NodeServicer_to_server(node, server),
             ],
+            trust=self._trust,
         )
         self.identity = WorkerIdentity(
             node_id=self.node_id,
@@ -148,6 +157,7 @@ class Worker:
             channels=self.channels,
             stores=self.cluster.stores if self.settings.offer_blocks else lambda: [],
             is_stored=self.cluster.is_stored,
+            waits=lambda: self.engine.num_waiting > 0,
         )
         self.engine.start()
         self._state = "ready"
@@ -204,9 +214,13 @@ class Worker:
     def root_hash(self, cache_salt: str) -> BlockHash:
         return root_hash(self.layout.namespace, cache_salt)
 
-    def offer(self, request: Request) -> None:
-        """Offers what the request left in this worker's cache to the block store."""
-        self.offers.put(request.block_hashes, request.cache_salt)
+    def offer(self, request: Request, num_seen_tokens: int) -> None:
+        """Offers what the request left in this worker's cache to the block store.
+
+        Args:
+            num_seen_tokens: of its prompt, what was found, here or elsewhere, instead of computed.
+        """
+        self.offers.put(request.block_hashes, request.cache_salt, num_seen_tokens // self.settings.block_size)
 
     def has_prefill_nodes(self) -> bool:
         """Whether the cluster has a prefill pool at all."""
@@ -240,7 +254,20 @@ class Worker:
                 )
                 for peer in self.reader.peers()
             ],
+            counters=self._counters(),
         )
+
+    def _counters(self) -> dict[str, int]:
+        """What was offered to block stores and read from other nodes, for /status."""
+        offers, prefixes = asdict(self.offers.counts), self.prefixes.counts
+        return {
+            **{f"offers_{name.removeprefix('num_')}": value for name, value in offers.items()},
+            "offers_lost_blocks": self.offers.evictions.num_lost_blocks,
+            "prefix_fetches": prefixes.num_fetches,
+            "prefix_fetches_failed": prefixes.num_failed,
+            "prefix_fetched_blocks": prefixes.num_fetched_blocks,
+            "prefix_fetches_not_worth_it": prefixes.num_not_worth_it,
+        }
 
     def _record(self) -> NodeRecord:
         stats = self.engine.stats()

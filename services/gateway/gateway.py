@@ -16,6 +16,7 @@ from biphase.index.connection import REDIS_FAILURES, connect
 from biphase.index.registry import NodeRecord, default_node_id, new_incarnation
 from biphase.request import NodeId
 from biphase.rpc.client import ChannelPool
+from biphase.rpc.trust import trust_of
 from biphase.telemetry.events import event_logger
 from biphase.telemetry.metrics import GatewayMetrics
 from biphase.tokenizer.loader import LoadedTokenizer
@@ -56,7 +57,7 @@ class Gateway:
         tokenizer_digest: as its workers must have it; empty: any will do.
 
     Raises:
-        ConfigError: a Redis URL or key file that cannot be used.
+        ConfigError: a Redis URL, key file, service token or certificates that cannot be used.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Gateway:
         self.responses = ResponseStore(redis, settings.cluster, seconds=settings.response_store_seconds)
         self.background = BackgroundResponses(self.rate_limits)
         self.recorder = Recorder(self.metrics)
-        self.channels = ChannelPool()
+        self.channels = ChannelPool(trust_of(settings))
         self.nodes = NodeDirectory(
             self.channels,
             max_model_len=settings.max_model_len,

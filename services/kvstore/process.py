@@ -32,6 +32,7 @@ from biphase.index.registry import (
 from biphase.request import BlockHash, NodeId
 from biphase.rpc.node import NodeServicer
 from biphase.rpc.server import RpcServer
+from biphase.rpc.trust import require_fence, trust_of
 from biphase.rpc.v1 import blocks_pb2_grpc, node_pb2, node_pb2_grpc
 from biphase.telemetry.events import event_logger
 from services.kvstore.region import Identity, cancel
@@ -49,15 +50,21 @@ _DISK_SHARE = 0.5
 
 
 class StoreProcess:
-    """Built inside a running event loop; `start`, then `run_until_stopped`."""
+    """Built inside a running event loop; `start`, then `run_until_stopped`.
+
+    Raises:
+        ConfigError: a Redis URL, token or certificates that cannot be used, or no fence where others could come in.
+    """
 
     def __init__(self, settings: KvstoreSettings) -> None:
         self._settings = settings
         self.node_id = NodeId(settings.node_id) if settings.node_id else default_node_id("kvstore")
         self.incarnation = new_incarnation()
+        self._trust = trust_of(settings)
+        require_fence(self._trust, settings.host, settings.insecure)
         self._redis = connect(settings.redis_url) if settings.redis_url else None
         self._registry = Registry(self._redis, settings.cluster) if self._redis is not None else None
-        self.store = BlockStore(settings, Identity(self.node_id, self.incarnation), self._publisher)
+        self.store = BlockStore(settings, Identity(self.node_id, self.incarnation, self._trust), self._publisher)
         self._servicer = StoreServicer(self.store, lambda: self._state == "ready", settings.max_offers)
         self._state = "starting"
         self._started = time.monotonic()
@@ -74,7 +81,7 @@ class StoreProcess:
         """
         if self._settings.disk_path:
             self._folder_lock = _lock_folder(Path(self._settings.disk_path))
-        node = NodeServicer(self.info, self.status, self.request_stop)
+        node = NodeServicer(self.info, self.status, self.request_stop, self.store.reset)
         self._rpc = await RpcServer.start(
             self._settings.host,
             self._settings.port,
@@ -82,6 +89,7 @@ class StoreProcess:
                 lambda server: blocks_pb2_grpc.add_BlockHolderServicer_to_server(self._servicer, server),
                 lambda server: node_pb2_grpc.add_NodeServicer_to_server(node, server),
             ],
+            trust=self._trust,
         )
         self.store.start()
         self._state = "ready"

@@ -20,6 +20,7 @@ from biphase.cache.block_pool import BlockPool
 from biphase.cache.memory import BlockMemory, SharedGenerations
 from biphase.request import BlockHash
 from biphase.rpc.server import reachable_host
+from biphase.rpc.trust import OPEN, Trust
 from biphase.telemetry.events import event_logger
 from biphase.transfer.channels import Handle
 from biphase.transfer.endpoint import Endpoint
@@ -57,6 +58,8 @@ class Identity:
 
     node_id: str
     incarnation: str
+    # What it shows to peers, and asks of them.
+    trust: Trust = OPEN
 
 
 class Region:
@@ -100,11 +103,13 @@ class Region:
         self.server = BlockServer(
             self.memory, self.pool, layout, identity.node_id, identity.incarnation, self.leases, settings.host,
             advertise_host=reachable_host(settings.host), generations=self._generations, transports=settings.transports,
+            trust=identity.trust,
         )  # fmt: skip
         self.endpoint = self.server.endpoint.to_proto()
         self.reader = BlockReader(
-            self.memory, layout, identity.node_id, identity.incarnation, transports=settings.transports
-        )
+            self.memory, layout, identity.node_id, identity.incarnation, transports=settings.transports,
+            trust=identity.trust,
+        )  # fmt: skip
         self.holdings = Holdings(self.pool, publisher)
         self.disk: DiskTier | None = None
         if disk_folder is not None:
@@ -123,6 +128,12 @@ class Region:
         """Begins to publish."""
         if self.holdings.publisher is not None:
             _spawn(self.holdings.publisher.run(), self._publishing)
+
+    def reset(self) -> bool:
+        """Forgets all blocks that nobody uses. Whether none are left."""
+        if self.disk is not None:
+            self.disk.clear()
+        return self.residency.clear()
 
     def idle_since(self) -> float | None:
         """Monotonic time of the last use; None while somebody uses it, -inf when nobody ever did."""

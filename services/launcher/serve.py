@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from biphase.errors import BiphaseError, UnavailableError
 from biphase.index.embedded import EmbeddedValkey
 from biphase.model.families import spec_of
 from biphase.model.source import ModelSource, resolve_model
+from biphase.rpc.trust import trust_of
 from biphase.settings import Flag, parse_flags
 from biphase.telemetry.events import configure, event_logger
 from biphase.worker.capacity import available_memory_bytes
@@ -61,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     started = time.monotonic()
     settings = parse_settings(argv)
     configure("launcher", log_format=settings.log_format, level=settings.log_level)
+    trust_of(settings)
     source = resolve_model(settings.model)
     # Headers only, no weights; but an unknown architecture, a missing or a truncated file shows here.
     spec_of(source)
@@ -109,6 +112,9 @@ class _Serve:
                 why="--kv-cache-bytes was not given, and a tenth of free memory holds no more",
             )
         settings = replace(settings, kv_cache_bytes=sizing.kv_cache_bytes, max_model_len=sizing.max_model_len)
+        if not settings.service_token and not settings.service_token_file:
+            # Other users of this machine can reach loopback too. Nobody but the children needs to know it.
+            settings = replace(settings, service_token=secrets.token_urlsafe(32))
         num_threads = settings.num_threads or num_cores()
         specs = children(
             settings,

@@ -298,3 +298,28 @@ def test_threads_share_the_pool() -> None:
     assert not failures
     assert pool.num_used == 0
     pool.check_integrity()
+
+
+def test_what_is_made_oldest_goes_first_the_last_named_before_all() -> None:
+    pool = BlockPool(6)
+    blocks = take(pool, 6)
+    pool.commit_chain(blocks, [content(n) for n in range(6)])
+    give(pool, blocks)  # eviction order now 5, 4, 3, 2, 1, 0
+    pool.acquire([2])
+    pool.make_oldest([0, 1, 2])
+    pool.check_integrity()
+    assert [block_id for block_id, _ in pool.oldest_cached(6)] == [1, 0, 5, 4, 3]
+    give(pool, [2])
+    assert take(pool, 6) == [1, 0, 5, 4, 3, 2]
+
+
+def test_acquires_what_is_held_of_any_contents() -> None:
+    pool = BlockPool(4)
+    blocks = take(pool, 3)
+    pool.commit_chain(blocks, [content(n) for n in range(3)])
+    give(pool, blocks)
+    found = pool.acquire_held([content(2), content(7), content(0)])
+    assert found == [(content(2), 2, 1), (content(0), 0, 1)]
+    assert pool.num_used == 2
+    pool.check_integrity()
+    give(pool, [2, 0])

@@ -74,7 +74,7 @@ def assert_closed(holder: Holder, caplog: pytest.LogCaptureFixture, reason: str)
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "not a block transfer connection"),
         (struct.pack("<4sHHI", b"BPKV", 9, 1, 4) + b"xxxx", "version 9"),
-        (struct.pack("<4sHHI", b"BPKV", 1, 77, 4) + b"xxxx", "unknown frame kind 77"),
+        (struct.pack("<4sHHI", b"BPKV", frames.VERSION, 77, 4) + b"xxxx", "unknown frame kind 77"),
         (frames.pack_header(Kind.HELLO, 2**32 - 1), "over the limit"),
         (frames.pack_header(Kind.READ, 4) + b"xxxx", "in place of HELLO"),
         (frames.pack_header(Kind.HELLO, 4) + b"xxxx", "not JSON"),
