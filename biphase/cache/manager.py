@@ -68,15 +68,22 @@ class KVCacheManager:
         return len(self.block_ids(request)) * self.block_size - request.num_computed_tokens
 
     def waste_ratio(self, requests: Iterable[Request]) -> float:
-        """Share of these requests' token slots that hold no token. A shared block counts once. Any thread."""
+        """Share of the token slots in all held blocks that hold no token.
+
+        A shared block counts once, and what is reserved for KV on its way counts as filled. Any thread; costs a few
+        additions for each request, whatever its length.
+
+        Args:
+            requests: those that run. One that gave its blocks up meanwhile is passed over.
+        """
+        num_held_slots = self._num_held_blocks * self.block_size
         num_unused_slots = 0
-        held: set[int] = set()
         for request in requests:
             table = self._tables.get(request.request_id)
             if table is not None:
-                held.update(table.block_ids)
                 num_unused_slots += max(0, len(table.block_ids) * self.block_size - request.num_computed_tokens)
-        return num_unused_slots / (len(held) * self.block_size) if held else 0.0
+        # Below 1 also where the engine's thread freed blocks between the two counts.
+        return min(num_unused_slots / num_held_slots, 1.0) if num_held_slots else 0.0
 
     def computed_blocks(self, request: Request, start: int, stop: int) -> tuple[ComputedBlock, ...]:
         """Blocks [start, stop) of the request, as they are announced to a reader."""

@@ -24,7 +24,7 @@ class EngineStats:
     num_used_blocks: int
     num_cached_blocks: int
     num_draining_blocks: int
-    # Share of the running requests' token slots that hold no token.
+    # Wasted KV memory: the share of held blocks' token slots that hold no token, 0 to 1.
     kv_waste_ratio: float
     # Prompt tokens to be computed here, cached ones not counted.
     num_queued_prefill_tokens: int
