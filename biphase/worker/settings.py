@@ -35,6 +35,9 @@ WORKER_FLAGS = (
          "decode prefills prompts with fewer uncached tokens itself"),
     Flag("max-local-suffix-tokens", non_negative, 64,
          "after a hit in its own cache, decode computes up to so many further prompt tokens itself"),
+    Flag("max-slow-local-tokens", non_negative, 256,
+         "decode computes prompts with so many uncached tokens at most itself when prefill takes far longer than it "
+         "would itself"),
     Flag("prefill-stall-seconds", positive_seconds, 30.0,
          "decode leaves a prefill worker that made no progress for this long"),
     Flag("transfer-timeout-seconds", positive_seconds, 10.0, "one read of KV blocks may take this long"),
@@ -56,6 +59,7 @@ class WorkerSettings(NodeSettings, ModelSettings, EngineSettings):
     require_transport: str
     min_remote_prefill_tokens: int
     max_local_suffix_tokens: int
+    max_slow_local_tokens: int
     prefill_stall_seconds: float
     transfer_timeout_seconds: float
     offer_blocks: bool

@@ -39,6 +39,7 @@ class Cluster:
         self._watch = RegistryWatch(self._registry)
         self._views: dict[str, IndexView] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._has_answered = False
 
     def start(self, on_nodes: Callable[[Sequence[NodeRecord]], None]) -> None:
         """
@@ -46,6 +47,8 @@ class Cluster:
             on_nodes: called with all nodes after each look at the registry.
         """
         self._watch.subscribe(on_nodes)
+        # After the nodes are watched: what it lists is known from then on.
+        self._watch.subscribe(self._note_answer)
         self._watch.subscribe(self._follow_namespaces)
         self._spawn(self._watch.run())
         self._spawn(keep_alive(self._registry, self._record))
@@ -60,6 +63,11 @@ class Cluster:
             _, pending = await asyncio.wait(pending, timeout=0.2)
         with contextlib.suppress(Exception):
             await self._redis.aclose()
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the registry has said once who is there."""
+        return self._has_answered
 
     def num_leading_blocks(self, hashes: Sequence[BlockHash]) -> Mapping[str, int]:
         found: dict[str, int] = {}
@@ -77,6 +85,9 @@ class Cluster:
                 continue
             view = self._views[namespace] = IndexView()
             self._spawn(IndexFollower(self._redis, self._cluster, raw, view, alive=self._alive).run())
+
+    def _note_answer(self, records: Sequence[NodeRecord]) -> None:
+        self._has_answered = self._has_answered or self._registry.available
 
     def _alive(self) -> Mapping[NodeId, str] | None:
         nodes = self._watch.nodes

@@ -139,7 +139,7 @@ class SequenceStream:
     def _took(self, message: decode_pb2.GenerateResponse) -> None:
         if message.token_ids:
             if not self._output and self._placement is not None:
-                self._placement.prefilled()
+                self._placement.prefilled(silent=message.report.silent_prefill_incarnations)
             self._output.extend(message.token_ids)
         if message.prompt_logprobs:
             self.prompt_logprobs.extend(message.prompt_logprobs)

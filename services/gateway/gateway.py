@@ -11,7 +11,7 @@ import time
 from prometheus_client import CollectorRegistry
 
 from biphase import __version__
-from biphase.errors import UnavailableError
+from biphase.errors import OverloadedError, UnavailableError
 from biphase.index.connection import REDIS_FAILURES, connect
 from biphase.index.registry import NodeRecord, default_node_id, new_incarnation
 from biphase.request import NodeId
@@ -45,6 +45,9 @@ log = event_logger(__name__)
 _EXPECTED_WITH_INDEX_SECONDS = 10.0
 _EXPECTED_ALONE_SECONDS = 300.0
 _REDIS_SECONDS = 0.5
+# So long after its start, at most, a gateway lets requests wait for the workers it has not found yet.
+_YOUTH_SECONDS = 5.0
+_YOUTH_POLL_SECONDS = 0.02
 
 
 class Gateway:
@@ -123,13 +126,19 @@ class Gateway:
         self.slow_readers = SlowReaders(settings.slow_reader_seconds)
         self.fingerprint = f"biphase-{__version__}-{secrets.token_hex(4)}"
         self.started = time.time()
+        self._grown_up = time.monotonic() + _YOUTH_SECONDS
+        self._num_early = 0
         self.draining = False
         # "host:port", once it listens.
         self.address = ""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Begins to look for workers. Returns at once; requests are answered 503 until one is there."""
+        """Begins to look for workers, and returns at once.
+
+        Requests wait until they are found, or it is known that there are none, which is answered 503.
+        """
+        self._grown_up = time.monotonic() + _YOUTH_SECONDS
         self.nodes.add_static((*self.settings.decode_nodes, *self.settings.prefill_nodes))
         self._tasks.append(asyncio.create_task(self.slow_readers.run()))
         if self._cluster is not None:
@@ -162,15 +171,39 @@ class Gateway:
             version=__version__,
         )
 
-    def limits(self) -> Limits:
-        """
+    async def limits(self) -> Limits:
+        """What the workers can do. A gateway that has just started waits until it has found them.
+
         Raises:
             UnavailableError: no decode worker is there to say.
+            OverloadedError: too many wait for this gateway to find its workers.
         """
+        if self._is_looking():
+            await self._look_around()
         limits = self.nodes.limits(max_logprobs=self.settings.max_logprobs, max_sequences=self.settings.max_n)
         if limits is None:
             raise UnavailableError(self.nodes.why_none("decode"))
         return limits
+
+    def _is_looking(self) -> bool:
+        """Whether workers may be there that this gateway has not found yet."""
+        if time.monotonic() >= self._grown_up:
+            return False
+        listed = self._cluster is None or self._cluster.has_answered
+        if self.nodes.usable("decode") or (listed and not self.nodes.num_unknown):
+            self._grown_up = 0.0
+            return False
+        return True
+
+    async def _look_around(self) -> None:
+        if self._num_early >= self.settings.max_queue:
+            raise OverloadedError(f"The server is starting and {self._num_early} requests are waiting.", 1.0)
+        self._num_early += 1
+        try:
+            while self._is_looking():
+                await asyncio.sleep(_YOUTH_POLL_SECONDS)
+        finally:
+            self._num_early -= 1
 
     def max_model_len(self) -> int | None:
         limits = self.nodes.limits(max_logprobs=0, max_sequences=1)

@@ -147,6 +147,11 @@ class NodeDirectory:
     def nodes(self) -> list[Node]:
         return sorted(self._nodes.values(), key=lambda node: (node.role, node.node_id, node.address))
 
+    @property
+    def num_unknown(self) -> int:
+        """Nodes that were told of and have not yet said who they are, nor shown that they cannot."""
+        return sum(node.info is None and node.failed_probes <= TOLERATED_PROBES for node in self._nodes.values())
+
     def usable(self, role: str, *, namespace: bytes | None = None) -> list[Node]:
         now = time.monotonic()
         return [

@@ -56,7 +56,7 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     pools = {"aggregated": ("0", "1"), "disaggregated": ("1", "1"), "two-by-two": ("2", "2")}[request.param]
     # Everything crosses: no prompt is kept on decode for being short, nearly cached or behind a busy worker.
-    crossing = ("--gateway-args", "--max-busy-local-tokens 0", "--decode-args", "--max-local-suffix-tokens 0")
+    crossing = ("--gateway-args", "--max-busy-local-tokens 0", "--decode-args", "--max-local-suffix-tokens 0 --max-slow-local-tokens 0")
     with running_stack("--prefill", pools[0], "--decode", pools[1], *crossing, *FLAGS) as running:
         running.mode = request.param
         yield running

@@ -32,7 +32,7 @@ def routes(gateway: Gateway) -> APIRouter:
             body,
             identity=_identity(Endpoint.CHAT, request, body),
             model=gateway.model,
-            limits=gateway.limits(),
+            limits=await gateway.limits(),
         )
         frames = ChatFrames(generation, gateway.model.tokenizer, gateway.fingerprint)
         return await _answer(gateway, request, generation, frames, arrival)
@@ -45,7 +45,7 @@ def routes(gateway: Gateway) -> APIRouter:
             body,
             identity=_identity(Endpoint.COMPLETIONS, request, body),
             model=gateway.model,
-            limits=gateway.limits(),
+            limits=await gateway.limits(),
         )
         frames = CompletionFrames(generation, gateway.model.tokenizer, gateway.fingerprint)
         return await _answer(gateway, request, generation, frames, arrival)

@@ -37,7 +37,7 @@ def routes(gateway: Gateway) -> APIRouter:
         arrival = time.monotonic()
         body = await read_body(request, ResponsesRequest, gateway.settings.max_request_bytes)
         owner = request.state.grant.key_id
-        items = new_items(body, gateway.limits())
+        items = new_items(body, await gateway.limits())
         history: list[Item] = []
         if body.previous_response_id is not None:
             history = _finished(await _stored(gateway, body.previous_response_id, owner)).conversation()
@@ -85,7 +85,7 @@ async def _generation(gateway: Gateway, body: ResponsesRequest, items: list[Item
             # The id is a secret that gives access to what is stored: never one that a client chose.
             identity=identify(Endpoint.RESPONSES, ""),
             model=gateway.model,
-            limits=gateway.limits(),
+            limits=await gateway.limits(),
         )
     except (InvalidRequestError, UnsupportedError) as error:
         rename(error)

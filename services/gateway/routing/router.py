@@ -7,7 +7,7 @@ of prompts, and the log line of every decision.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -76,8 +76,15 @@ class Placement:
         if prefills:
             prefills[0].give_prefill(self._num_uncached)
 
-    def prefilled(self) -> None:
-        """The first token is there: nothing waits at the prefill worker any more."""
+    def prefilled(self, silent: Collection[str] = ()) -> None:
+        """The first token is there: nothing waits at the prefill worker any more.
+
+        Args:
+            silent: incarnations of prefill workers that decode heard nothing from; they get no work for a moment.
+        """
+        for node in self.prefills:
+            if node.incarnation in silent:
+                node.suspend()
         if self._num_uncached:
             self.prefills[0].take_prefill_back(self._num_uncached)
             self._num_uncached = 0

@@ -37,6 +37,24 @@ def _record(worker: FakeDecode) -> NodeRecord:
     )
 
 
+async def test_a_gateway_that_has_just_started_lets_requests_wait_for_its_workers(
+    start_gateway: StartGateway, says: Says, gateway_redis: EmbeddedValkey
+) -> None:
+    decode = await says().start()
+    redis = connect(gateway_redis.url)
+    await Registry(redis, "young").heartbeat(_record(decode))
+    await redis.aclose()
+    running = await start_gateway(redis_url=gateway_redis.url, cluster="young", max_queue=2)
+    running.workers.append(decode)
+    gateway = running.gateway
+    # As in the first moment after its start, whatever it has found meanwhile.
+    for node in gateway.nodes.nodes:
+        node.info = None
+    answers = [asyncio.create_task(running.chat()) for _ in range(3)]
+    codes = sorted([(await answer).status_code for answer in answers])
+    assert codes in ([200, 200, 200], [200, 200, 429]), codes
+
+
 async def test_discovery_routing_and_loss(
     start_gateway: StartGateway, says: Says, gateway_redis: EmbeddedValkey
 ) -> None:

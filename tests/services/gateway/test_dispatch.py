@@ -103,6 +103,20 @@ async def test_a_new_request_is_told_when_no_worker_comes_back(
     assert (await asyncio.wait_for(running.chat(), 1.0)).status_code == 503
 
 
+async def test_a_prefill_worker_that_was_silent_gets_no_work_for_a_moment(
+    start_gateway: StartGateway, says: Says
+) -> None:
+    prefills = [says(role="prefill"), says(role="prefill")]
+    decode = says()
+    running = await start_gateway(decode, *prefills)
+    decode.report.silent_prefill_incarnations.append(prefills[0].incarnation)
+    assert (await running.chat()).status_code == 200
+    usable = [node.incarnation for node in running.gateway.nodes.usable("prefill")]
+    assert usable == [prefills[1].incarnation]
+    decode.report.ClearField("silent_prefill_incarnations")
+    await running.settle(lambda: len(running.gateway.nodes.usable("prefill")) == 2)
+
+
 async def test_retries_are_bounded(start_gateway: StartGateway, says: Says) -> None:
     workers = [says(dies_after=1) for _ in range(3)]
     running = await start_gateway(*workers, max_retries=1, routing_policy="round_robin")

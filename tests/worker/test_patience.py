@@ -1,0 +1,131 @@
+"""A prefill worker that is slow, starved or frozen: decode does without it as soon as that is quicker."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphase.rpc.errors import stream_method
+from biphase.rpc.server import RpcServer
+from biphase.rpc.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+from biphase.worker.worker import Worker
+from services.decode.patience import Patience
+from tests.tiny_models import expected_tokens
+from tests.worker.pair import Client, candidate, no_block_in_use, running_worker
+
+
+class Silent(prefill_pb2_grpc.PrefillServicer):
+    """A prefill worker as it looks when it gets no processor: its port is open, and nothing comes.
+
+    Args:
+        endpoint: it gets as far as PrefillAccepted, with this; None: not even so far.
+    """
+
+    def __init__(self, endpoint: common_pb2.TransferEndpoint | None = None) -> None:
+        self._endpoint = endpoint
+        self.num_asked = 0
+
+    @stream_method
+    async def Prefill(self, message: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
+        self.num_asked += 1
+        if self._endpoint is not None:
+            accepted = prefill_pb2.PrefillAccepted(lease_id="none", lease_seconds=60.0, endpoint=self._endpoint)
+            yield prefill_pb2.PrefillResponse(accepted=accepted)
+        await asyncio.sleep(60)
+
+
+@pytest.fixture
+async def workers(tiny_llama: Path) -> AsyncIterator[tuple[Worker, Worker, Client]]:
+    async with AsyncExitStack() as stack:
+        prefill = await stack.enter_async_context(running_worker("prefill", tiny_llama, "prefill-0"))
+        decode = await stack.enter_async_context(
+            running_worker("decode", tiny_llama, "decode-0", "--max-slow-local-tokens", "100")
+        )
+        client = Client(decode)
+        stack.push_async_callback(client.close)
+        yield prefill, decode, client
+
+
+async def listening(stack: AsyncExitStack, servicer: Silent) -> decode_pb2.PrefillCandidate:
+    server = await RpcServer.start(
+        "127.0.0.1", 0, [lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server)]
+    )
+    stack.push_async_callback(server.stop, 0)
+    return decode_pb2.PrefillCandidate(node_id="silent", incarnation="s", address=server.address)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 211) for _ in range(length)]
+
+
+async def test_a_silent_candidate_is_left_soon_and_asked_last(
+    workers: tuple[Worker, Worker, Client], tiny_llama: Path
+) -> None:
+    prefill, decode, client = workers
+    async with AsyncExitStack() as stack:
+        servicer = Silent()
+        frozen = await listening(stack, servicer)
+        for number, length in enumerate((300, 310)):
+            tokens = prompt(number, length)
+            answer = await client.generate(tokens, [frozen, candidate(prefill)])
+            assert answer.token_ids == expected_tokens(tiny_llama, [tokens], 8)[0]
+            assert answer.report.prefill_node_id == "prefill-0"
+            # The second time the other one was asked first.
+            assert answer.report.num_prefill_failures == (1, 0)[number]
+            assert list(answer.report.silent_prefill_incarnations) == [["s"], []][number]
+        assert servicer.num_asked == 1
+        await no_block_in_use(decode)
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+async def test_a_short_prompt_does_not_wait_for_a_starved_worker(
+    workers: tuple[Worker, Worker, Client], tiny_llama: Path, accepts: bool
+) -> None:
+    prefill, decode, client = workers
+    async with AsyncExitStack() as stack:
+        starved = await listening(stack, Silent(prefill.endpoint if accepts else None))
+        # While others are decoded.
+        other = asyncio.create_task(client.generate(prompt(7, 20), [candidate(prefill)], max_tokens=400))
+        while not decode.engine.stats().num_running:
+            await asyncio.sleep(0.005)
+        tokens = prompt(8, 60)
+        answer = await client.generate(tokens, [starved])
+        assert answer.token_ids == expected_tokens(tiny_llama, [tokens], 8)[0]
+        report = answer.report
+        assert (report.prefill_mode, report.reason, report.num_prefill_failures) == ("local", "prefill_slow", 0)
+        assert report.num_computed_tokens == 60
+        assert len((await other).token_ids) == 400
+        await no_block_in_use(decode)
+
+
+async def test_prompt_logprobs_are_whole_when_decode_takes_over(workers: tuple[Worker, Worker, Client]) -> None:
+    _, _, client = workers
+    async with AsyncExitStack() as stack:
+        starved = await listening(stack, Silent())
+        answer = await client.generate(prompt(9, 40), [starved], prompt_logprobs=1)
+        assert len(answer.prompt_logprobs) == 39
+
+
+def test_bounds() -> None:
+    patience = Patience(256)
+    assert patience.accept_seconds(is_last=False) == 0.5
+    assert patience.accept_seconds(is_last=True) == 5.0
+    for _ in range(50):
+        patience.accepted("busy", 0.2)
+    # On a machine where accepting takes long, silence means less.
+    assert 1.9 < patience.accept_seconds(is_last=False) <= 2.0
+    assert patience.prefill_seconds(257, 1000.0, is_decoding=True) is None
+    assert patience.prefill_seconds(100, 1000.0, is_decoding=True) == pytest.approx(0.3)
+    assert patience.prefill_seconds(100, 1000.0, is_decoding=False) == pytest.approx(1.9)
+    patience.was_silent("frozen", 10.0)
+    assert patience.is_distrusted("frozen", 14.0) and not patience.is_distrusted("frozen", 15.0)
+    assert not patience.is_distrusted("busy", 14.0)
+    patience.accepted("frozen", 0.1)
+    assert not patience.is_distrusted("frozen", 14.0)
