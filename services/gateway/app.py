@@ -13,6 +13,7 @@ from services.gateway import http_errors, openapi
 from services.gateway.gateway import Gateway
 from services.gateway.middleware import Authentication, OpenRequests, RateLimiting, RequestIds
 from services.gateway.routes import generate, models, operations, responses, tokens
+from services.gateway.ui import routes as ui
 
 
 def build_app(gateway: Gateway) -> FastAPI:
@@ -37,6 +38,8 @@ def build_app(gateway: Gateway) -> FastAPI:
         redoc_url=None,
     )
     routers = [group.routes(gateway) for group in (generate, responses, models, tokens, operations)]
+    if not settings.disable_ui:
+        routers.append(ui.routes())
     for router in routers:
         app.include_router(router)
     http_errors.install(app, [route for router in routers for route in router.routes])

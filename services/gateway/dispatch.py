@@ -29,6 +29,7 @@ from biphase.telemetry.events import event_logger
 from services.gateway.admission import AdmissionQueue
 from services.gateway.domain import SequenceSpec
 from services.gateway.routing.router import PREFILL_BUSY, Placement, Ticket
+from services.gateway.timeline import Attempt
 
 log = event_logger(__name__)
 
@@ -107,6 +108,13 @@ class SequenceStream:
         # A later worker was given output to go on from: its report is about more than the prompt.
         self.has_moved_output = False
         self.admitted_time: float | None = None
+        # Every placement so far, the newest last.
+        self.attempts: list[Attempt] = []
+
+    @property
+    def entered_time(self) -> float:
+        """When it began to wait for its first place, monotonic."""
+        return self._ticket.arrival
 
     @property
     def decode_incarnation(self) -> str:
@@ -137,6 +145,8 @@ class SequenceStream:
             self._lost(lost)
 
     def _took(self, message: decode_pb2.GenerateResponse) -> None:
+        if message.report.spans and self.attempts:
+            self.attempts[-1].spans = message.report.spans
         if message.token_ids:
             if not self._output and self._placement is not None:
                 self._placement.prefilled(silent=message.report.silent_prefill_incarnations)
@@ -154,8 +164,12 @@ class SequenceStream:
         except TimeoutError:
             raise DeadlineExceededError("The request waited for a worker until its time was over.") from None
         self._dispatcher.num_running += 1
+        now = time.monotonic()
         if self.admitted_time is None:
-            self.admitted_time = time.monotonic()
+            self.admitted_time = now
+        placement = self._placement
+        prefills = tuple(node.node_id for node in placement.prefills)
+        self.attempts.append(Attempt(now, placement.decode.node_id, prefills, placement.decision))
         request = decode_pb2.GenerateRequest(
             request_id=self._spec.request_id,
             token_ids=self._spec.token_ids,
@@ -231,6 +245,8 @@ class SequenceStream:
             BiphaseError: it cannot be moved.
         """
         placement = self._placement
+        if placement is not None and self.attempts:
+            self.attempts[-1].ended, self.attempts[-1].error_code = time.monotonic(), str(error.code)
         self._release()
         if isinstance(error, CancelledError):
             error = UnavailableError(error.message)

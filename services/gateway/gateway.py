@@ -94,7 +94,7 @@ class Gateway:
         self.rate_limits = RateLimits(redis, settings.cluster, on_failure=self.metrics.rate_limit_skipped)
         self.responses = ResponseStore(redis, settings.cluster, seconds=settings.response_store_seconds)
         self.background = BackgroundResponses(self.rate_limits)
-        self.recorder = Recorder(self.metrics)
+        self.recorder = Recorder(self.metrics, settings.routing_policy)
         self.channels = ChannelPool(trust_of(settings))
         self.nodes = NodeDirectory(
             self.channels,
@@ -111,7 +111,7 @@ class Gateway:
             index=self._cluster,
             max_backlog_tokens=settings.max_prefill_backlog_tokens,
             max_busy_local_tokens=settings.max_busy_local_tokens,
-            observe=lambda decision: self.metrics.routed(policy.name, decision.reason),
+            observe=self.recorder.routed,
         )
         line = WaitingLine(self.router, max_waiting=settings.max_queue, prefill_rate=self._prefill_rate)
         self.queue = AdmissionQueue(line)

@@ -136,6 +136,8 @@ class GenerationRun:
             # The others' clocks start when they do.
             arrival=time.monotonic() if spec.choice else self._arrival,
         )
+        record.attempts, record.entered = stream.attempts, stream.entered_time
+        self._recorder.began(record)
         outcome, code = "abort", ""
         try:
             while not text.finished:

@@ -120,4 +120,5 @@ class OpenRequests:
 
 
 def _is_guarded(path: str) -> bool:
-    return path == "/v1" or path.startswith("/v1/")
+    # Status tells who asked for how much, and where the nodes are.
+    return path in ("/v1", "/status") or path.startswith("/v1/")

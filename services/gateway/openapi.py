@@ -75,7 +75,10 @@ _ROUTES: dict[tuple[str, str], tuple[dict[str, Any] | None, tuple[int, ...]]] = 
     ("post", "/ping"): (None, (503,)),
     ("get", "/version"): (_object({"version": "string"}), ()),
     ("get", "/load"): (_object({"server_load": "integer"}), ()),
-    ("get", "/status"): (_object({"gateway": "object", "model": "object", "nodes": "array", "requests": "array"}), ()),
+    ("get", "/status"): (
+        _object({"gateway": "object", "model": "object", "nodes": "array", "active": "array", "requests": "array"}),
+        (401,),
+    ),
 }
 # What can be asked about an answer once its id is known.
 _LINKED = {

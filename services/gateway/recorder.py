@@ -1,16 +1,22 @@
-"""What happened to each sequence: one log line, the metrics, and the recent ones for /status."""
+"""What happened to each sequence: one log line, the metrics, and the recent ones for /status.
+
+Of a sequence's content nothing is kept. A timeline is put together when somebody asks for it.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from biphase.rpc.v1 import common_pb2
 from biphase.telemetry.events import event_logger
 from biphase.telemetry.metrics import GatewayMetrics
+from services.gateway.routing.policy import Decision
+from services.gateway.timeline import Attempt, decision_object, timeline
 
 log = event_logger(__name__)
 
@@ -28,6 +34,8 @@ class SequenceRecord:
     counts_prompt: bool = True
     client_id: str = ""
     arrival: float = field(default_factory=time.monotonic)
+    # When it began to wait for a place.
+    entered: float | None = None
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -37,15 +45,59 @@ class SequenceRecord:
     num_cached_tokens: int = 0
     # Of the worker that ended it.
     report: common_pb2.RequestReport | None = None
+    # Its placements; the dispatcher's own list, which grows.
+    attempts: Sequence[Attempt] = ()
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of this process's sequences, since its start."""
+
+    num_finished: int = 0
+    num_failed: int = 0
+    num_moves: int = 0
+    num_output_tokens: int = 0
+    # Of the prompts of those that got a first token; cached: computed by nobody for them.
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    number: int
+    row: dict[str, Any]
+    record: SequenceRecord
+    end: float
 
 
 class Recorder:
-    def __init__(self, metrics: GatewayMetrics) -> None:
+    """
+    Args:
+        policy: name of the routing policy.
+    """
+
+    def __init__(self, metrics: GatewayMetrics, policy: str = "") -> None:
         self._metrics = metrics
-        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        self._policy = policy
+        self._recent: deque[_Finished] = deque(maxlen=_RECENT)
+        self._active: dict[int, SequenceRecord] = {}
+        # Wall clock less monotonic clock: what a monotonic time is called on a calendar.
+        self._epoch = time.time() - time.monotonic()
+        self.totals = Totals()
+        # Routing's reasons, by count.
+        self.decisions: Counter[str] = Counter()
         self._observe_itl: Callable[[float], None] = metrics.inter_token_latency.observe
         # HTTP requests being answered: what /load tells.
         self.num_open = 0
+
+    def routed(self, decision: Decision) -> None:
+        """Called for each placement."""
+        self._metrics.routed(self._policy, decision.reason)
+        self.decisions[decision.reason] += 1
+
+    def began(self, record: SequenceRecord) -> None:
+        """Called once per sequence; `finished` follows."""
+        self._active[id(record)] = record
 
     def tokens(self, record: SequenceRecord, count: int) -> None:
         """Called once per message with tokens."""
@@ -59,12 +111,15 @@ class Recorder:
             self._observe_itl(now - record.last_token)
         record.last_token = now
         record.num_output_tokens += count
+        self.totals.num_output_tokens += count
         self._metrics.generation_tokens.inc(count)
 
     def finished(self, record: SequenceRecord, reason: str, error_code: str = "") -> None:
         """Called once per sequence, however it ended: "stop", "length", "abort" or "error"."""
         now = time.monotonic()
+        self._active.pop(id(record), None)
         self._metrics.finished(reason)
+        self._count(record, error_code)
         if error_code:
             self._metrics.failed(error_code)
         self._metrics.request_prompt_tokens.observe(record.num_prompt_tokens)
@@ -73,8 +128,17 @@ class Recorder:
         if record.report is not None:
             self._path(record, record.report)
         row = self._row(record, reason, error_code, now)
-        self._recent.append(row)
+        self._recent.append(_Finished(self.totals.num_finished, row, record, now))
         log.info("request_finished", **row)
+
+    def _count(self, record: SequenceRecord, error_code: str) -> None:
+        totals = self.totals
+        totals.num_finished += 1
+        totals.num_failed += bool(error_code)
+        totals.num_moves += record.num_moves
+        if record.first_token is not None and record.counts_prompt:
+            totals.num_prompt_tokens += record.num_prompt_tokens
+            totals.num_cached_tokens += record.num_cached_tokens
 
     def _path(self, record: SequenceRecord, report: common_pb2.RequestReport) -> None:
         metrics = self._metrics
@@ -142,6 +206,49 @@ class Recorder:
             }
         return row
 
-    def recent(self) -> list[dict[str, Any]]:
-        """The last finished sequences, newest first."""
-        return list(reversed(self._recent))
+    def recent(self, limit: int = _RECENT, after: int = 0) -> list[dict[str, Any]]:
+        """The last finished sequences, newest first, with their timelines.
+
+        Args:
+            after: `number` of the last one that the asker has; 0: none.
+        """
+        newest = itertools.islice(reversed(self._recent), limit)
+        return [self._told(item) for item in itertools.takewhile(lambda item: item.number > after, newest)]
+
+    def _told(self, item: _Finished) -> dict[str, Any]:
+        record = item.record
+        told = item.row | {
+            "number": item.number,
+            "arrival_time": round(self._epoch + record.arrival, 3),
+            "timeline": timeline(record.arrival, record.entered, record.attempts, record.first_token, item.end),
+        }
+        if record.attempts:
+            told["routing"] = decision_object(record.attempts[-1])
+        return told
+
+    def active(self, limit: int) -> list[dict[str, Any]]:
+        """Sequences that are not over, oldest first."""
+        now = time.monotonic()
+        return [self._under_way(record, now) for record in itertools.islice(self._active.values(), limit)]
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def _under_way(self, record: SequenceRecord, now: float) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "request_id": record.request_id,
+            "endpoint": record.endpoint,
+            "arrival_time": round(self._epoch + record.arrival, 3),
+            "num_prompt_tokens": record.num_prompt_tokens,
+            "num_output_tokens": record.num_output_tokens,
+            "seconds": round(now - record.arrival, 4),
+            "ttft_seconds": None if record.first_token is None else round(record.first_token - record.arrival, 4),
+            "timeline": timeline(record.arrival, record.entered, record.attempts, record.first_token, now),
+        }
+        if record.client_id:
+            told["client_request_id"] = record.client_id
+        if record.attempts:
+            told["routing"] = decision_object(record.attempts[-1])
+            told["num_moves"] = len(record.attempts) - 1
+        return told

@@ -55,6 +55,7 @@ GATEWAY_FLAGS = (
     Flag("allowed-origins", str, ("*",), "CORS origins", many=True),
     Flag("allow-credentials", boolean, False, "CORS credentials"),
     Flag("disable-docs", boolean, False, "no /docs and /openapi.json"),
+    Flag("disable-ui", boolean, False, "no page at /ui"),
 )  # fmt: skip
 
 
@@ -85,3 +86,4 @@ class GatewaySettings(NodeSettings, ModelSettings, ApiSettings):
     allowed_origins: tuple[str, ...]
     allow_credentials: bool
     disable_docs: bool
+    disable_ui: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -45,10 +46,15 @@ def routes(gateway: Gateway) -> APIRouter:
 
     @router.get("/status", summary="Nodes and recent requests")
     async def status(request: Request) -> dict[str, Any]:
-        limit = request.query_params.get("limit", "100")
-        return status_object(gateway, int(limit) if limit.isdigit() else 100)
+        limit, after = (_number(request.query_params.get(name, "")) for name in ("limit", "after"))
+        return status_object(gateway, 100 if limit is None else limit, after or 0)
 
     return router
+
+
+def _number(text: str) -> int | None:
+    """A count from a query, None when it is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None
 
 
 def update_gauges(gateway: Gateway) -> None:
@@ -73,8 +79,15 @@ def update_gauges(gateway: Gateway) -> None:
         metrics.nodes_in_state(role, state, count)
 
 
-def status_object(gateway: Gateway, num_requests: int) -> dict[str, Any]:
+def status_object(gateway: Gateway, num_requests: int, after: int = 0) -> dict[str, Any]:
+    """
+    Args:
+        num_requests: so many of the finished and of the active ones at most.
+        after: finished ones later than this number only.
+    """
+    recorder = gateway.recorder
     return {
+        "time": round(time.time(), 3),
         "gateway": {
             "id": gateway.node_id,
             "role": "gateway",
@@ -86,6 +99,7 @@ def status_object(gateway: Gateway, num_requests: int) -> dict[str, Any]:
             "uptime_seconds": round(time.time() - gateway.started, 1),
             "running": gateway.dispatcher.num_running,
             "waiting": gateway.queue.num_waiting,
+            "max_waiting": gateway.settings.max_queue,
             "routing_policy": gateway.settings.routing_policy,
         },
         "model": {
@@ -94,7 +108,14 @@ def status_object(gateway: Gateway, num_requests: int) -> dict[str, Any]:
             "max_model_len": gateway.max_model_len(),
         },
         "nodes": [_node(node) for node in gateway.nodes.nodes],
-        "requests": gateway.recorder.recent()[:num_requests],
+        "totals": asdict(recorder.totals),
+        "routing": {
+            "policy": gateway.settings.routing_policy,
+            "decisions": dict(recorder.decisions.most_common()),
+        },
+        "num_active": recorder.num_active,
+        "active": recorder.active(num_requests),
+        "requests": recorder.recent(num_requests, after),
     }
 
 
@@ -119,6 +140,7 @@ def _node(node: Node) -> dict[str, Any]:
             "leased": status.num_leased_blocks,
             "draining": status.num_draining_blocks,
         },
+        "max_running": info.max_num_seqs,
         "running": status.num_running,
         "waiting": status.num_waiting,
         "waiting_for_remote_kv": status.num_waiting_for_remote_kv,
