@@ -30,6 +30,9 @@ _X86_SOURCES = {
     "isa_avx512.cpp": _AVX512,
     "isa_avx512_bf16.cpp": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
 }
+# Left out where the compiler is too old to know them.
+_AMX_SOURCE = "isa_amx.cpp"
+_AMX_FLAGS = (*_X86_SOURCES["isa_avx512_bf16.cpp"], "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 _COMMON_SOURCES = ("isa_generic.cpp", "pool.cpp", "program.cpp", "pack.cpp", "pack_dot8.cpp")
 
 
@@ -58,6 +61,8 @@ def build(output: Path = LIBRARY) -> Path:
     sources: dict[str, tuple[str, ...]] = dict.fromkeys(_COMMON_SOURCES, ())
     if platform.machine() in ("x86_64", "AMD64"):
         sources |= _X86_SOURCES
+        if _knows(compiler, _AMX_FLAGS):
+            sources |= {_AMX_SOURCE: _AMX_FLAGS, "program.cpp": ("-DBP_WITH_AMX",)}
     with tempfile.TemporaryDirectory(prefix="biphase-build-") as folder:
         objects = [str(Path(folder, source).with_suffix(".o")) for source in sources]
         commands = [
@@ -73,6 +78,11 @@ def build(output: Path = LIBRARY) -> Path:
         finally:
             unfinished.unlink(missing_ok=True)
     return output
+
+
+def _knows(compiler: str, flags: tuple[str, ...]) -> bool:
+    command = [compiler, *flags, "-x", "c++", "-E", os.devnull, "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _run(command: list[str]) -> None:

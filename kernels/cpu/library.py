@@ -13,7 +13,7 @@ from typing import Any
 
 from kernels.cpu.build import LIBRARY
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 # Columns of a weight panel (BP_PANEL).
 PANEL = 32
 
@@ -43,6 +43,7 @@ class Isa(IntEnum):
     AVX2 = 1
     AVX512 = 2
     AVX512_BF16 = 3
+    AMX = 4
 
 
 class Kind(IntEnum):

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define BP_ABI_VERSION 3
+#define BP_ABI_VERSION 4
 // Columns of one weight panel: weights lie as [ceil(n / 32)][k in units][32 columns] units, zero-padded in n.
 #define BP_PANEL 32
 
@@ -21,7 +21,7 @@ enum bp_format : int32_t { BP_PLAIN = 0, BP_Q8 = 1, BP_Q4 = 2 };
 // Weights that are multiplied as small integers with quantised rows (see dot8.h).
 enum bp_dot8 : int32_t { BP_DOT_Q4 = 1, BP_DOT_Q8 = 2, BP_DOT_INT8 = 3 };
 
-enum bp_isa : int32_t { BP_GENERIC = 0, BP_AVX2 = 1, BP_AVX512 = 2, BP_AVX512_BF16 = 3 };
+enum bp_isa : int32_t { BP_GENERIC = 0, BP_AVX2 = 1, BP_AVX512 = 2, BP_AVX512_BF16 = 3, BP_AMX = 4 };
 
 enum bp_kind : int32_t {
     BP_EMBED = 0,       // out f32[tokens, n] = scale * row token_id of weight (packed panels, or plain rows)

@@ -41,6 +41,7 @@ const Kernels* generic_kernels(int32_t dtype);
 const Kernels* avx2_kernels(int32_t dtype);
 const Kernels* avx512_kernels(int32_t dtype);
 const Kernels* avx512_bf16_kernels(int32_t dtype);
+const Kernels* amx_kernels(int32_t dtype);
 
 inline int64_t num_rows(const Program& program, const bp_op& op) {
     return op.rows == BP_LOGITS_ROWS ? program.step.num_logits : program.step.num_tokens;

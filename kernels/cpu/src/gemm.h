@@ -1,6 +1,7 @@
 // Y = A * W^T over packed weight panels, with what follows a linear layer done on the tile while it is in L1.
 #pragma once
 
+#include "amx.h"
 #include "context.h"
 #include "micro.h"
 #include "quant.h"
@@ -74,8 +75,50 @@ inline void multiply_panel(const uint32_t* a, int64_t a_row, const uint32_t* pan
     }
 }
 
+#if defined(__AMX_BF16__)
+// All bfloat16 products of this instruction set are made here, so that their bits never depend on the number of rows.
+inline void gemm_amx(Program& program, const bp_op& op, int thread) {
+    const int64_t units = op.k / 2, a_row = op.in_stride / 2;
+    const int m = static_cast<int>(num_rows(program, op));
+    if (m == 0) return;
+    const bool quantised = op.format != BP_PLAIN, single = m <= kAmxBlockRows;
+    const int panels = (op.n + BP_PANEL - 1) / BP_PANEL;
+    const int most_rows = quantised ? kQuantisedBlockRows : kBlockRows;
+    const int blocks = (m + most_rows - 1) / most_rows;
+    // Whole tiles, as far as they go.
+    const int block_rows = ((m + blocks - 1) / blocks + kAmxBlockRows - 1) / kAmxBlockRows * kAmxBlockRows;
+    const int64_t panel_bytes = quantised ? op.k / kBlock * block_bytes(op.format) : units * BP_PANEL * 4;
+    const uint32_t* a = static_cast<const uint32_t*>(op.in);
+    bf16* decoded = reinterpret_cast<bf16*>(program.scratch[thread]);
+    program.pool->for_units(thread, panels * blocks, [&](int unit) {
+        const int first = unit % blocks * block_rows, last = first + block_rows < m ? first + block_rows : m;
+        const int n0 = unit / blocks * BP_PANEL, valid = op.n - n0 < BP_PANEL ? op.n - n0 : BP_PANEL;
+        const char* packed = static_cast<const char*>(op.weight) + unit / blocks * panel_bytes;
+        const uint32_t* panel = reinterpret_cast<const uint32_t*>(packed);
+        alignas(64) float tile[kAmxBlockRows * BP_PANEL];
+        if (quantised && !single) {
+            decode_panel(packed, op.format, op.k / kBlock, decoded);
+            panel = reinterpret_cast<const uint32_t*>(decoded);
+        }
+        for (int row = first; row < last; row += kAmxBlockRows) {
+            const int rows = last - row < kAmxBlockRows ? last - row : kAmxBlockRows;
+            if (quantised && single) {
+                multiply_packed_amx(a, a_row, rows, packed, op.format, op.k / kBlock, decoded, tile);
+            } else {
+                multiply_panel_amx(a + row * a_row, a_row, rows, panel, units, tile, single);
+            }
+            epilogue<bf16>(op, program.step, tile, row, rows, n0, valid);
+        }
+    });
+    _tile_release();
+}
+#endif
+
 template <class T>
 void gemm(Program& program, const bp_op& op, int thread) {
+#if defined(__AMX_BF16__)
+    if constexpr (sizeof(T) == 2) return gemm_amx(program, op, thread);
+#endif
     constexpr int kPerUnit = 4 / sizeof(T);
     const int64_t k = op.k / kPerUnit, a_row = op.in_stride / kPerUnit;
     const int m = static_cast<int>(num_rows(program, op));

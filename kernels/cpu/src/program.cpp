@@ -1,7 +1,12 @@
 // Runs a tape of ops over a batch: chooses the instruction set, plans the attention work of a step, owns the memory
 // that the threads need. What an op computes is in the kernels.
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <cstdlib>
@@ -29,10 +34,25 @@ const Kernels* kernels_for(int32_t isa, int32_t dtype) {
         case BP_AVX2: return avx2_kernels(dtype);
         case BP_AVX512: return avx512_kernels(dtype);
         case BP_AVX512_BF16: return avx512_bf16_kernels(dtype);
+#if defined(BP_WITH_AMX)
+        case BP_AMX: return amx_kernels(dtype);
+#endif
 #endif
         default: return nullptr;
     }
 }
+
+#if defined(BP_WITH_AMX)
+// Whether the processor has tiles of bfloat16 and of int8, and the kernel lets this process use them: it asks to be asked.
+bool has_amx() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+    if ((d & (kBf16 | kTile | kInt8)) != (kBf16 | kTile | kInt8)) return false;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 }  // namespace
 
@@ -124,7 +144,12 @@ int32_t bp_best_isa() {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq")) {
-        return __builtin_cpu_supports("avx512bf16") ? BP_AVX512_BF16 : BP_AVX512;
+        if (!__builtin_cpu_supports("avx512bf16")) return BP_AVX512;
+#if defined(BP_WITH_AMX)
+        static const bool amx = has_amx();
+        if (amx && __builtin_cpu_supports("avx512vnni")) return BP_AMX;
+#endif
+        return BP_AVX512_BF16;
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return BP_AVX2;
 #endif
