@@ -250,6 +250,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         known = [option for action in self._actions for option in action.option_strings]
         unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+    Flag("api-key-file", str, "", "file with one key a line, its limits after it; read again when it changes"),
+    Flag("requests-per-minute", non_negative, 0, "requests for text of one API key; 0: no limit"),
+    Flag("tokens-per-minute", non_negative, 0, "prompt and output tokens of one API key; 0: no limit"),
+    Flag("admin-key", str, "", "key for POST /drain and `biphase drain`; empty: nobody may", secret=True),
         near = difflib.get_close_matches(unknown, known, 1, cutoff=0.75)
         hint = f"did you mean {near[0]}?" if near and unknown.startswith("--") else f"see {self.prog} --help"
         raise ConfigError(f"{message} ({hint})")
@@ -257,6 +261,10 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(prog: str, description: str, flags: Sequence[Flag]) -> argparse.ArgumentParser:
     parser = _Parser(prog=prog, description=description, usage=f"{prog} [flags]", allow_abbrev=False)
+    api_key_file: str
+    requests_per_minute: int
+    tokens_per_minute: int
+    admin_key: str
     for flag in flags:
         options: dict[str, Any] = {"dest": flag.dest, "default": None, "metavar": flag.dest.upper()}
         if flag.many:

@@ -12,7 +12,7 @@ from biphase import __version__
 from services.gateway import http_errors, openapi
 from services.gateway.gateway import Gateway
 from services.gateway.middleware import Authentication, OpenRequests, RateLimiting, RequestIds
-from services.gateway.routes import generate, models, operations, responses, tokens
+from services.gateway.routes import drain, generate, models, operations, responses, tokens
 from services.gateway.ui import routes as ui
 
 
@@ -37,7 +37,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         docs_url="/docs" if docs else None,
         redoc_url=None,
     )
-    routers = [group.routes(gateway) for group in (generate, responses, models, tokens, operations)]
+    routers = [group.routes(gateway) for group in (generate, responses, models, tokens, operations, drain)]
     if not settings.disable_ui:
         routers.append(ui.routes())
     for router in routers:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import time
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
@@ -129,6 +130,8 @@ class Gateway:
         self._grown_up = time.monotonic() + _YOUTH_SECONDS
         self._num_early = 0
         self.draining = False
+        # Starts the drain of this process; the server that runs it puts its own here.
+        self.begin_drain: Callable[[], None] = lambda: None
         # "host:port", once it listens.
         self.address = ""
         self._tasks: list[asyncio.Task[None]] = []

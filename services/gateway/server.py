@@ -45,6 +45,7 @@ class GatewayServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
         self._gateway = gateway
+        gateway.begin_drain = self.begin_drain
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -63,7 +64,12 @@ class GatewayServer(uvicorn.Server):
             log.warning("stopping_at_once", signal=name)
             self.force_exit = True
             return
-        log.info("draining", signal=name, running=self._gateway.dispatcher.num_running)
+        self.begin_drain(name)
+
+    def begin_drain(self, why: str = "POST /drain") -> None:
+        """No new connections and requests; those that run end, within --drain-timeout. Safe to call again."""
+        if not self.should_exit:
+            log.info("draining", why=why, running=self._gateway.dispatcher.num_running)
         self._gateway.draining = True
         self.should_exit = True
 

@@ -20,6 +20,7 @@ usage: biphase COMMAND [flags]
   prefill           see `biphase COMMAND --help`
   decode
   kvstore
+  drain NODE      let one process finish what it has, take nothing new, and end (--url)
   status          show what a running gateway knows of its nodes (--json, --url)
   --version       {biphase.__version__}
 """
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from services.launcher import serve
 
             return serve.main(rest)
+        if command == "drain":
+            from services.launcher import drain
+
+            return drain.main(rest)
         if command == "status":
             from services.launcher import status
 
@@ -55,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    known = ", ".join(("serve", *SERVICES, "status"))
+    known = ", ".join(("serve", *SERVICES, "drain", "status"))
     said = f"there is no command {command!r}" if command else "say what to do"
     print(f"biphase: {said}; commands are {known} (see biphase --help)", file=sys.stderr)
     return 2

@@ -56,6 +56,29 @@ async def test_health_and_friends(start_gateway: StartGateway, says: Says) -> No
     assert (await running.client.get("/load")).json() == {"server_load": 0}
 
 
+async def test_reset_prefix_cache(start_gateway: StartGateway, says: Says) -> None:
+    store = says(role="kvstore")
+    await store.start()
+    running = await start_gateway(says(), says(role="prefill"), api_key=("sk-1",))
+    decode, prefill = running.workers
+    running.workers.append(store)
+    running.gateway.nodes.add_static([store.address])
+    await running.settle(lambda: len(running.gateway.nodes.usable("kvstore")) == 1)
+    path, key = "/reset_prefix_cache", {"Authorization": "Bearer sk-1"}
+    # Everybody's answers get slower by it.
+    assert (await running.client.post(path)).status_code == 401
+    for query in ("", "?reset_running_requests=true&reset_external=false", "?reset_external"):
+        response = await running.client.post(path + query, headers=key)
+        assert response.status_code == 200 and response.json() == {"success": True}
+    assert (decode.num_resets, prefill.num_resets, store.num_resets) == (3, 3, 1)
+    prefill.keeps_cache = True
+    assert (await running.client.post(path, headers=key)).json() == {"success": False}
+    await prefill.stop()
+    assert (await running.client.post(path, headers=key)).json() == {"success": False}
+    response = await running.client.post(path + "?reset_external=perhaps", headers=key)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "reset_external"
+
+
 def _value(text: str, name: str) -> float:
     (line,) = [line for line in text.splitlines() if line.startswith(name)]
     return float(line.rsplit(" ", 1)[1])
@@ -163,3 +186,31 @@ async def test_a_worker_with_another_tokenizer_gets_no_work(start_gateway: Start
         assert (await both.chat()).status_code == 200
     assert odd.seen == []
     await odd.stop()
+
+
+ADMIN = "the key of whoever runs this"
+
+
+async def test_drain_needs_the_admin_key(start_gateway: StartGateway, says: Says) -> None:
+    without = await start_gateway(says())
+    off = await without.client.post("/drain", json={"node": "x"})
+    assert off.status_code == 404 and "BIPHASE_ADMIN_KEY" in off.json()["error"]["message"]
+    running = await start_gateway(says(), admin_key=ADMIN, api_key=("client",))
+    (node,) = running.gateway.nodes.nodes
+    for header in [{}, {"Authorization": "Bearer client"}, {"Authorization": ADMIN}]:
+        answer = await running.client.post("/drain", json={"node": node.node_id}, headers=header)
+        assert answer.status_code == 401, header
+    assert node.state == "ready" and ADMIN not in answer.text
+    header = {"Authorization": f"Bearer {ADMIN}"}
+    answer = await running.client.post("/drain", json={"node": "nobody"}, headers=header)
+    assert answer.status_code == 404 and "nobody" in answer.json()["error"]["message"]
+    for body in ({}, {"node": 3}, {"node": node.node_id, "timeout_seconds": -1}):
+        assert (await running.client.post("/drain", json=body, headers=header)).status_code == 400
+
+
+async def test_drain_of_the_gateway_itself(start_gateway: StartGateway, says: Says) -> None:
+    running = await start_gateway(says(), admin_key=ADMIN)
+    header = {"Authorization": f"Bearer {ADMIN}"}
+    answer = await running.client.post("/drain", json={"node": running.gateway.node_id}, headers=header)
+    assert answer.json()["state"] == "draining" and answer.headers["connection"] == "close"
+    assert running.gateway.draining
