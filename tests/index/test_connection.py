@@ -150,6 +150,33 @@ async def test_cluster(start_server: StartServer) -> None:
     await works(f"redis+cluster://127.0.0.1:{server.port}")
 
 
+async def test_cluster_of_three(start_server: StartServer) -> None:
+    """The URL names a node that has none of the keys: they are found where they are, and after a move as well."""
+    servers = [start_server("port {port}", "cluster-enabled yes", "cluster-node-timeout 2000") for _ in range(3)]
+    clients = [redis.Redis(port=server.port) for server in servers]
+    slot = int(clients[0].execute_command("CLUSTER KEYSLOT", "{default}"))
+    others = [(0, slot - 1), (slot + 1, 16383)]
+    clients[1].execute_command("CLUSTER ADDSLOTSRANGE", slot, slot)
+    for client, (first, last) in zip((clients[0], clients[2]), others, strict=True):
+        client.execute_command("CLUSTER ADDSLOTSRANGE", first, last)
+    for server in servers[1:]:
+        clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port)
+    for client in clients:
+        await until(lambda client=client: b"cluster_state:ok" in raw(client))  # type: ignore[misc]
+    url = f"redis+cluster://127.0.0.1:{servers[0].port}"
+    await works(url)
+    assert clients[1].dbsize() > 0 and clients[0].dbsize() == clients[2].dbsize() == 0
+    # The slot goes to another node, as when a cluster is balanced anew.
+    clients[1].flushall()
+    new_owner = clients[2].execute_command("CLUSTER MYID")
+    for client in (clients[2], clients[1], clients[0]):
+        client.execute_command("CLUSTER SETSLOT", slot, "NODE", new_owner)
+    await works(url)
+    assert clients[2].dbsize() > 0 and clients[1].dbsize() == 0
+    for client in clients:
+        client.close()
+
+
 def raw(client: redis.Redis) -> bytes:
     answer = client.execute_command("CLUSTER INFO")
     return answer if isinstance(answer, bytes) else b"cluster_state:" + str(answer.get("cluster_state")).encode()
