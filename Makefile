@@ -14,16 +14,18 @@ READY := $(STAMP) $(KERNELS)
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check format proto docs bench chaos clean
+.PHONY: help install serve test check format proto docs bench chaos compose-env clean
 
 help:
 	@echo "make serve    the whole stack on this machine: OpenAI API on 127.0.0.1:8000  (MODEL=..., ARGS='--prefill 2 ...')"
 	@echo "make test     the test suite                                                 (ARGS='tests/cache -k pool')"
-	@echo "make check    format, lint, types, import arrows, generated files"
+	@echo "make check    format, lint, types, import arrows, generated files, dependencies"
 	@echo "make format   ruff format and the lint fixes that are safe"
 	@echo "make proto    generate biphase/rpc/v1 from proto/;  make docs: docs/configuration.md from the flags"
 	@echo "make bench    start the stack, load it, print what clients feel                (ARGS='--requests 64 -- --prefill 2')"
-	@echo "make chaos    randomised faults under load, long       (CHAOS_FAULTS=1000 CHAOS_SEED=... CHAOS_TRANSPORTS=shm,tcp)"
+	@echo "make chaos    randomised faults under load, long       (CHAOS_FAULTS=1000 CHAOS_SEED=... CHAOS_GATEWAYS=2"
+	@echo "                                                       CHAOS_TRANSPORTS=shm,tcp CHAOS_DTYPE=bfloat16)"
+	@echo "make compose-env  compose/.env with fresh secrets"
 	@echo "make clean    remove the venv and everything built"
 
 install: $(READY)
@@ -58,6 +60,7 @@ check: $(STAMP)
 	@$(BIN)/python proto/generate.py --check
 	@$(BIN)/python docs/generate.py --check
 	@$(BIN)/python .ci/constraints.py
+	@$(BIN)/python .ci/audit.py
 	@$(BIN)/python .ci/links.py
 
 format: $(STAMP)
@@ -75,6 +78,14 @@ bench: $(READY)
 
 chaos: $(READY)
 	@CHAOS_FAULTS=$${CHAOS_FAULTS:-1000} $(BIN)/python -m pytest tests/chaos -s $(ARGS)
+
+# Never over one that is there: what it holds may be in use.
+compose-env:
+	@test ! -e compose/.env || { echo "compose/.env is there already; it was left alone"; exit 1; }
+	@umask 077; secret() { head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n'; }; \
+	sed -e "s/^SERVICE_TOKEN=$$/&$$(secret)/" -e "s/^REDIS_PASSWORD=$$/&$$(secret)/" -e "s/^ADMIN_KEY=$$/&$$(secret)/" \
+	    -e 's/^INSECURE=.*/INSECURE=false/' compose/.env.example > compose/.env
+	@echo "compose/.env has new secrets"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

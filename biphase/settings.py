@@ -200,6 +200,14 @@ ENGINE_FLAGS = (
     Flag("gpu-memory-utilization", fraction, 0.9, "share of the device's memory to use (GPU)"),
     Flag("max-num-seqs", positive, 64, "sequences in one step at most"),
     Flag("max-num-batched-tokens", positive, 512, "tokens in one step at most; longer prompts run in chunks"),
+    Flag(
+        "kv-cache-dtype",
+        str,
+        "auto",
+        "auto: the model's; fp8 (the same as fp8_e4m3) keeps keys and values in 8 bits, in half the memory of bfloat16 or "
+        "less, at some cost in accuracy; prefill and decode workers need the same",
+        choices=("auto", "fp8", "fp8_e4m3"),
+    ),
     Flag("enable-prefix-caching", boolean, True, "keep and reuse KV blocks of equal prefixes"),
     Flag("num-threads", non_negative, 0, "CPU threads that compute; 0: all cores this process may use"),
     Flag("nice", non_negative, 0, "scheduling niceness added to the compute threads (0 to 19)"),
@@ -221,6 +229,7 @@ class EngineSettings:
     gpu_memory_utilization: float
     max_num_seqs: int
     max_num_batched_tokens: int
+    kv_cache_dtype: str
     enable_prefix_caching: bool
     num_threads: int
     nice: int

@@ -1,20 +1,22 @@
-"""The cluster manifests hold together: names, labels, ports, settings, drain times. Without a cluster or a network.
+"""The cluster manifests are valid and hold together: names, labels, ports, settings, secrets, drain times.
 
-Where kubectl is installed the overlay is rendered too, which is what a cluster would get.
+Rendered as a cluster would get them, and held against Kubernetes' own schemas, strictly: a field that does not exist is
+an error. No cluster and no network are needed.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
+from tests.deploy.kustomize import render
 from tests.deploy.manifests import KUBERNETES, emitted_names, environment_variables, metric_names, read_yaml
 
 KUBECTL = shutil.which("kubectl")
@@ -22,28 +24,49 @@ BASE = KUBERNETES / "base"
 EXAMPLE = KUBERNETES / "overlays" / "example"
 ROLES = ("gateway", "prefill", "decode", "kvstore")
 WORKLOADS = ("Deployment", "StatefulSet")
+# The oldest and the newest cluster that they are for.
+VERSIONS = ("1.29", "1.35")
+# Kinds of operators, which bring their own schemas to a cluster.
+OF_OPERATORS = {"ScaledObject", "ServiceMonitor", "PodMonitor"}
 
 
-def _resources(folder: Path) -> Iterator[dict[str, Any]]:
-    (kustomization,) = read_yaml(folder / "kustomization.yaml")
-    for name in (*kustomization.get("resources", ()), *kustomization.get("components", ())):
-        path = (folder / name).resolve()
-        yield from _resources(path) if path.is_dir() else read_yaml(path)
-
-
-def _rendered() -> list[dict[str, Any]]:
-    assert KUBECTL is not None
-    done = subprocess.run([KUBECTL, "kustomize", str(EXAMPLE)], capture_output=True, text=True, check=True)
-    return list(yaml.safe_load_all(done.stdout))
-
-
-@pytest.fixture(scope="module", params=["files", "rendered"])
+@pytest.fixture(scope="module", params=["base", "example"])
 def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    if request.param == "files":
-        return list(_resources(EXAMPLE))
-    if KUBECTL is None:
-        pytest.skip("no kubectl here to render with")
-    return _rendered()
+    return render(BASE if request.param == "base" else EXAMPLE)
+
+
+@pytest.fixture(scope="module")
+def example() -> list[dict[str, Any]]:
+    return render(EXAMPLE)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_them(manifests: list[dict[str, Any]], version: str) -> None:
+    kinds = set()
+    for found in manifests:
+        kinds.add(found["kind"])
+        if found["kind"] not in OF_OPERATORS:
+            kubernetes_validate.validate(found, version, strict=True)
+    assert {"Deployment", "StatefulSet", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget"} <= kinds
+
+
+def test_the_schemas_are_looked_at(example: list[dict[str, Any]]) -> None:
+    """What a typing mistake would look like."""
+    wrong = copy.deepcopy(_of_kind(example, "Deployment")["biphase-decode"])
+    wrong["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
+        kubernetes_validate.validate(wrong, VERSIONS[0], strict=True)
+
+
+@pytest.mark.skipif(KUBECTL is None, reason="no kubectl here to compare with")
+@pytest.mark.parametrize("folder", [BASE, EXAMPLE], ids=["base", "example"])
+def test_kubectl_renders_the_same(folder: Any) -> None:
+    done = subprocess.run([str(KUBECTL), "kustomize", str(folder)], capture_output=True, text=True, check=True)
+
+    def by_name(found: dict[str, Any]) -> tuple[str, str]:
+        return found["kind"], found["metadata"]["name"]
+
+    assert sorted(yaml.safe_load_all(done.stdout), key=by_name) == sorted(render(folder), key=by_name)
 
 
 def _of_kind(manifests: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:
@@ -163,8 +186,41 @@ def test_only_the_gateway_is_open(manifests: list[dict[str, Any]]) -> None:
                     assert source["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "biphase"
 
 
-def test_scaling_reads_metrics_that_are_emitted(manifests: list[dict[str, Any]]) -> None:
-    scaled = _of_kind(manifests, "ScaledObject")
+def test_names_can_be_looked_up(manifests: list[dict[str, Any]]) -> None:
+    """Labels of ours must not be asked of the cluster's DNS."""
+    rule = _of_kind(manifests, "NetworkPolicy")["biphase-default"]["spec"]["egress"][0]
+    assert rule["to"][0]["podSelector"]["matchLabels"] == {"k8s-app": "kube-dns"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_secrets_come_from_secrets(manifests: list[dict[str, Any]], role: str) -> None:
+    env = {item["name"]: item for item in _container(manifests, role)["env"]}
+    for name, key in [("BIPHASE_SERVICE_TOKEN", "service-token"), ("BIPHASE_REDIS_URL", "redis-url")]:
+        assert env[name]["valueFrom"]["secretKeyRef"] == {"name": "biphase-secrets", "key": key}
+    for found in _of_kind(manifests, "ConfigMap").values():
+        assert not [name for name in found["data"] if re.search("TOKEN|PASSWORD|API_KEY|REDIS", name)]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "kvstore"])
+def test_probes_can_show_the_token(manifests: list[dict[str, Any]], role: str) -> None:
+    """The kubelet's own gRPC probe has no metadata and no certificate."""
+    container = _container(manifests, role)
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert "grpc" not in container[probe]
+    assert container["readinessProbe"]["exec"]["command"][:3] == ["python", "-m", "biphase.rpc.probe"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_certificates_are_mounted_where_they_are_read(example: list[dict[str, Any]], role: str) -> None:
+    container = _container(example, role)
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "tls"]
+    settings = _settings(example, role)
+    for name in ("BIPHASE_TLS_CERT", "BIPHASE_TLS_KEY", "BIPHASE_TLS_CA"):
+        assert settings[name].startswith(mount["mountPath"] + "/")
+
+
+def test_scaling_reads_metrics_that_are_emitted(example: list[dict[str, Any]]) -> None:
+    scaled = _of_kind(example, "ScaledObject")
     assert scaled.keys() == {"biphase-prefill", "biphase-decode"}
     for name, found in scaled.items():
         assert found["spec"]["scaleTargetRef"]["name"] == name
@@ -173,9 +229,8 @@ def test_scaling_reads_metrics_that_are_emitted(manifests: list[dict[str, Any]])
             assert metric_names(query) and metric_names(query) <= emitted_names()
 
 
-@pytest.mark.skipif(KUBECTL is None, reason="no kubectl here to render with")
-def test_rdma_reaches_the_workers_only() -> None:
-    manifests = _rendered()
+def test_rdma_reaches_the_workers_only(example: list[dict[str, Any]]) -> None:
+    manifests = example
     for role in ("prefill", "decode"):
         container = _container(manifests, role)
         assert container["resources"]["limits"]["rdma/hca"] == container["resources"]["requests"]["rdma/hca"] == "1"

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from biphase.cache.memory import BlockMemory, SharedGenerations
+from biphase.rpc.trust import OPEN, Trust
 from biphase.transfer.channels import ReadRequest
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.layout import KVLayout
@@ -29,6 +30,10 @@ from tests.transfer.fakes import FakePool
 
 def layout(block_bytes: int) -> KVLayout:
     return KVLayout(b"\x07" * 32, "bfloat16", 16, 1, 1, block_bytes // 64, block_bytes)
+
+
+# For those who have an argument of that name.
+layout_of = layout
 
 
 def content(block_id: int, generation: int, block_bytes: int) -> bytes:
@@ -47,6 +52,7 @@ class Holder:
         incarnation: str = "life-1",
         port: int = 0,
         transports: Sequence[str] = ("shm", "tcp"),
+        trust: Trust = OPEN,
     ) -> None:
         self.memory = BlockMemory(num_blocks, block_bytes)
         self.generations = SharedGenerations(num_blocks)
@@ -64,6 +70,7 @@ class Holder:
             port=port,
             generations=self.generations,
             transports=transports,
+            trust=trust,
         )
         self.endpoint = self.server.endpoint
         self.lease_id = self.leases.open("decode-0", "life-1", range(num_blocks)).lease_id
@@ -141,18 +148,23 @@ class Destination:
         block_bytes: int = 4096,
         transports: Sequence[str] = ("shm", "tcp"),
         allow_fallback: bool = True,
+        by_speed: bool = False,
         idle_seconds: float = 60.0,
+        trust: Trust = OPEN,
+        layout: KVLayout | None = None,
     ) -> None:
         self.memory = BlockMemory(num_blocks, block_bytes)
         self.memory.view[:] = bytes([self.POISON]) * self.memory.num_bytes
         self.reader = BlockReader(
             self.memory,
-            layout(block_bytes),
+            layout or layout_of(block_bytes),
             "decode-0",
             "life-1",
             transports=transports,
             allow_fallback=allow_fallback,
+            by_speed=by_speed,
             idle_seconds=idle_seconds,
+            trust=trust,
         )
 
     def requests(self, pairs: Sequence[tuple[int, int]], generation: int = 0) -> list[ReadRequest]:
