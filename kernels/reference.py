@@ -4,7 +4,8 @@ Owns clarity, not speed. No function changes its arguments but `store_kv`, which
 softmaxes are taken in float32 whatever the inputs' dtype; results have the inputs' dtype. What lies in unused slots of
 the KV cache, NaN included, never reaches a result.
 
-The KV cache is [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: index 2 holds K at 0 and V at 1.
+The KV cache is [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: index 2 holds K at 0 and V at 1. One of
+float8_e4m3fn has an exponent for each row, as `reference_fp8` says; all others hold plain numbers.
 A batch is ragged: sequence i owns rows [query_start_loc[i], query_start_loc[i + 1]) and they are the last of its
 seq_lens[i] tokens.
 """
@@ -12,11 +13,13 @@ seq_lens[i] tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.reference_fp8 import FP8, dequantise_rows, exponents_of, quantise_rows
 
 
 def embedding(token_ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
@@ -155,15 +158,29 @@ def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, layer: int, slot_mapping: T
     used = slot_mapping >= 0
     slots = slot_mapping[used].long()
     blocks, offsets = slots // block_size, slots % block_size
-    kv_cache[:, layer, 0][blocks, :, offsets] = k[used].to(kv_cache.dtype)
-    kv_cache[:, layer, 1][blocks, :, offsets] = v[used].to(kv_cache.dtype)
+    for part, rows in enumerate((k[used], v[used])):
+        if kv_cache.dtype == FP8:
+            codes, exponents = quantise_rows(rows)
+            # As bytes: torch does not scatter float8.
+            kv_cache.view(torch.uint8)[:, layer, part][blocks, :, offsets] = codes.view(torch.uint8)
+            exponents_of(kv_cache)[:, layer, part][blocks, :, offsets] = exponents
+        else:
+            kv_cache[:, layer, part][blocks, :, offsets] = rows.to(kv_cache.dtype)
 
 
 def gather_kv(kv_cache: Tensor, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """K and V of the first `num_tokens` tokens of one block table, each [num_kv_heads, num_tokens, head_dim]."""
+    """K and V of the first `num_tokens` tokens of one block table, each [num_kv_heads, num_tokens, head_dim].
+
+    In the cache's dtype; in float32 where that is float8.
+    """
     block_size = kv_cache.shape[4]
     used = block_ids[: -(-num_tokens // block_size)].long()
-    both = kv_cache[used, layer].transpose(0, 1).transpose(1, 2)  # [2, num_kv_heads, blocks, block_size, head_dim]
+    if kv_cache.dtype == FP8:
+        codes = kv_cache.view(torch.uint8)[used, layer].view(FP8)
+        blocks = dequantise_rows(codes, exponents_of(kv_cache)[used, layer])
+    else:
+        blocks = kv_cache[used, layer]
+    both = blocks.transpose(0, 1).transpose(1, 2)  # [2, num_kv_heads, blocks, block_size, head_dim]
     both = both.reshape(2, both.shape[1], -1, both.shape[4])[:, :, :num_tokens]
     return both[0], both[1]
 
@@ -241,15 +258,24 @@ def moe(
         x: [num_tokens, hidden_size]; router: [num_experts, hidden_size].
         gates, ups: per expert [intermediate, hidden_size]; downs: per expert [hidden_size, intermediate].
     """
+    act = GATED_ACTIVATIONS[activation]
+
+    def expert(index: int, rows: Tensor) -> Tensor:
+        return linear(act(linear(rows, gates[index]), linear(rows, ups[index])), downs[index])
+
+    return moe_of(x, router, expert, top_k, norm_topk_prob)
+
+
+def moe_of(
+    x: Tensor, router: Tensor, expert: Callable[[int, Tensor], Tensor], top_k: int, norm_topk_prob: bool
+) -> Tensor:
+    """`moe` with experts given as a function: expert(index, rows [num_rows, hidden_size]), which keeps the shape."""
     experts, weights = route(linear(x, router), top_k, norm_topk_prob)
     weights = weights.to(x.dtype)
     out = torch.zeros_like(x)
-    act = GATED_ACTIVATIONS[activation]
-    for expert in sorted(set(experts.flatten().tolist())):
-        token, choice = torch.where(experts == expert)
-        rows = x[token]
-        result = linear(act(linear(rows, gates[expert]), linear(rows, ups[expert])), downs[expert])
-        out.index_add_(0, token, result * weights[token, choice].unsqueeze(1))
+    for index in sorted(set(experts.flatten().tolist())):
+        token, choice = torch.where(experts == index)
+        out.index_add_(0, token, expert(index, x[token]) * weights[token, choice].unsqueeze(1))
     return out
 
 

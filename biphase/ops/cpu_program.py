@@ -20,7 +20,8 @@ from biphase.model.forward import ForwardBatch
 from biphase.model.quantised import Weight
 from biphase.model.spec import ModelSpec
 from biphase.ops.cpu_tape import DTYPES, TapeBuilder, refusal
-from kernels.cpu.library import Isa, LibraryUnavailableError, Model, Op, Step, available_isas, best_isa, load
+from kernels.cpu.library import Dtype, Isa, LibraryUnavailableError, Model, Op, Step, available_isas, best_isa, load
+from kernels.reference_fp8 import is_codes_view
 
 __all__ = ["CpuProgram", "LibraryUnavailableError"]
 
@@ -49,7 +50,8 @@ class CpuProgram:
         Args:
             weights: canonical names, see `biphase.model.spec`. Quantised matrices stay packed where there is a kernel
                 for their blocks; the result is the same, bit for bit, as with the dequantised ones.
-            kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`, contiguous.
+            kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`, contiguous; or in
+                fp8 with exponents, as `kernels.reference_fp8` says.
             dtype: bfloat16 (float32 sums and residual stream) or float32 (everything).
             num_threads: the calling thread included; 0 takes every core this process may use.
             nice: added to the niceness of the pool's threads, and of a thread that calls the program.
@@ -66,9 +68,10 @@ class CpuProgram:
         if reason is not None:
             raise NotImplementedError(f"the CPU kernels do not support {reason}")
         shape = (spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        if kv_cache.shape[1:] != shape or kv_cache.dtype != dtype or not kv_cache.is_contiguous():
+        lies_well = (kv_cache.dtype == dtype and kv_cache.is_contiguous()) or is_codes_view(kv_cache)
+        if kv_cache.shape[1:] != shape or not lies_well:
             raise ValueError(
-                f"the KV cache must be contiguous [num_blocks, {', '.join(map(str, shape))}] of {dtype}, "
+                f"the KV cache must be contiguous [num_blocks, {', '.join(map(str, shape))}] of {dtype}, or fp8, "
                 f"not {list(kv_cache.shape)} of {kv_cache.dtype}"
             )
         lib = load()
@@ -98,6 +101,7 @@ class CpuProgram:
             max_seqs=max_num_seqs,
             norm_eps=spec.norm_eps,
             kv_cache=kv_cache.data_ptr(),
+            kv_dtype=Dtype.FP8 if kv_cache.dtype != dtype else DTYPES[dtype],
         )
         ops = (Op * self.num_ops)(*tape.ops)
         self._step = Step()

@@ -26,6 +26,7 @@ from kernels.reference import (
     softcap,
     store_kv,
 )
+from kernels.reference_fp8 import FP8, dequantise_rows, run_bytes, runs_of, split_runs
 
 __all__ = [
     "GATED_ACTIVATIONS",
@@ -178,7 +179,11 @@ def _gather(kv_cache: Tensor, layer: int, group: _DecodeGroup) -> Tensor:
     firsts = (group.block_ids * num_layers + layer) * (2 * num_kv_heads)
     inner = torch.arange(2 * num_kv_heads, device=kv_cache.device).view(2, 1, num_kv_heads, 1)
     rows = (firsts.view(1, num_seqs, 1, num_blocks) + inner).flatten()
-    both = kv_cache.view(-1, block_size * head_dim).index_select(0, rows)
+    if kv_cache.dtype == FP8:
+        runs = runs_of(kv_cache).view(-1, run_bytes(block_size, head_dim)).index_select(0, rows)
+        both = dequantise_rows(*split_runs(runs, block_size, head_dim))
+    else:
+        both = kv_cache.view(-1, block_size * head_dim).index_select(0, rows)
     blocks = both.view(2, num_seqs, num_kv_heads, num_blocks, block_size, head_dim)
     # Unused slots may hold NaN, and 0 * NaN is NaN: they are cleared, not only masked.
     sequences = torch.arange(num_seqs, device=kv_cache.device)

@@ -15,7 +15,7 @@ from biphase.cache.block_pool import BlockPool
 from biphase.cache.hashing import namespace_digest
 from biphase.cache.manager import KVCacheManager
 from biphase.cache.memory import BlockMemory, SharedGenerations
-from biphase.cache.tensors import kv_block_bytes, kv_tensor
+from biphase.cache.tensors import kv_block_bytes, kv_dtype_name, kv_dtype_of, kv_view, raw_tensor
 from biphase.engine import Runner, SchedulerConfig
 from biphase.errors import ConfigError
 from biphase.grammar.library import GrammarLibrary
@@ -73,22 +73,24 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {spec.max_position_embeddings} tokens of the model"
         )
-    block_bytes = kv_block_bytes(spec.num_layers, spec.num_kv_heads, settings.block_size, spec.head_dim, model.dtype)
+    kv_dtype = kv_dtype_of(settings.kv_cache_dtype, model.dtype)
+    shape = (spec.num_layers, spec.num_kv_heads, settings.block_size, spec.head_dim, kv_dtype)
+    block_bytes = kv_block_bytes(*shape)
     free = device_memory(device, spec, settings.max_num_batched_tokens, settings.max_num_seqs, model.dtype.itemsize)
     num_blocks = num_kv_blocks(settings, block_bytes, max_model_len, free)
     # Touched now: a read that takes page faults on its way in is three times slower.
     memory = BlockMemory(num_blocks, block_bytes, populate=True)
     generations = SharedGenerations(num_blocks)
     pool = BlockPool(num_blocks, settings.enable_prefix_caching, generations=generations.table)
-    layout = _layout(model, settings.block_size, block_bytes)
+    layout = _layout(model, kv_dtype_name(kv_dtype), settings.block_size, block_bytes)
     manager = KVCacheManager(pool, block_size=settings.block_size, namespace=layout.namespace)
     policy = settings.scheduling_policy or ("shortest_first" if role == "prefill" else "fcfs")
     grammars = GrammarLibrary(lambda: load_tokenizer(source).tokenizer, spec.vocab_size)
-    host_cache = kv_tensor(memory, spec.num_layers, spec.num_kv_heads, settings.block_size, spec.head_dim, model.dtype)
-    mirror = None if shares_memory(device) else HostMirror(torch.zeros_like(host_cache, device=device), host_cache)
+    blocks = raw_tensor(memory)
+    mirror = None if shares_memory(device) else HostMirror(torch.zeros_like(blocks, device=device), blocks)
     runner: Runner = ModelRunner(
         model,
-        host_cache if mirror is None else mirror.device_cache,
+        kv_view(blocks if mirror is None else mirror.device_blocks, *shape),
         block_size=settings.block_size,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
@@ -139,15 +141,16 @@ def _nothing(block_ids: Sequence[int]) -> None:
     return None
 
 
-def _layout(model: LoadedModel, block_size: int, block_bytes: int) -> KVLayout:
+def _layout(model: LoadedModel, kv_dtype: str, block_size: int, block_bytes: int) -> KVLayout:
     spec = model.spec
-    kv_dtype = str(model.dtype).removeprefix("torch.")
     namespace = namespace_digest(
         {
             "weights": model.weights_digest,
             "tokenizer": model.tokenizer_digest,
             # Keys and values of rounded activations differ from those of exact ones.
             "quantization": model.quantization,
+            # What keys and values were computed in, and what they are kept in.
+            "dtype": str(model.dtype).removeprefix("torch."),
             "kv_dtype": kv_dtype,
             "layout": _LAYOUT_NAME,
             "block_size": str(block_size),

@@ -27,20 +27,20 @@ _CUDA_SUCCESS = 0
 
 
 class HostMirror:
-    """Copies whole blocks between two caches of one shape. Called in the engine's thread only."""
+    """Copies whole blocks between two memories, whatever their bytes mean. Called in the engine's thread only."""
 
-    def __init__(self, device_cache: Tensor, host_cache: Tensor) -> None:
+    def __init__(self, device_blocks: Tensor, host_blocks: Tensor) -> None:
         """
         Args:
-            device_cache, host_cache: [num_blocks, ...], contiguous, the latter on CPU.
+            device_blocks, host_blocks: uint8 [num_blocks, block_bytes], contiguous, the latter on CPU.
         """
-        assert device_cache.shape == host_cache.shape and device_cache.dtype == host_cache.dtype
-        self.device_cache = device_cache
-        self._device, self._host = device_cache, host_cache
-        self._is_cuda = device_cache.device.type == "cuda"
+        assert device_blocks.shape == host_blocks.shape and device_blocks.dtype == host_blocks.dtype
+        self.device_blocks = device_blocks
+        self._device, self._host = device_blocks, host_blocks
+        self._is_cuda = device_blocks.device.type == "cuda"
         self.num_saved = self.num_loaded = 0
         if self._is_cuda:
-            _lock_pages(host_cache)
+            _lock_pages(host_blocks)
 
     def save(self, block_ids: Sequence[int]) -> None:
         """Device to host; done when this returns."""
@@ -90,8 +90,8 @@ def final_blocks(output: SchedulerOutput, block_size: int) -> list[int]:
     return final
 
 
-def _lock_pages(cache: Tensor) -> None:
+def _lock_pages(blocks: Tensor) -> None:
     """Lets the device copy at full speed, and beside the host's work."""
-    code = int(torch.cuda.cudart().cudaHostRegister(cache.data_ptr(), cache.nbytes, 0))  # type: ignore[no-untyped-call]
+    code = int(torch.cuda.cudart().cudaHostRegister(blocks.data_ptr(), blocks.nbytes, 0))  # type: ignore[no-untyped-call]
     if code != _CUDA_SUCCESS:
         log.warning("host_memory_not_locked", cuda_error=code, consequence="blocks are staged at a lower speed")

@@ -26,6 +26,8 @@ class Dtype(IntEnum):
     F32 = 0
     BF16 = 1
     F16 = 2
+    # Of a KV cache only.
+    FP8 = 3
 
 
 class Format(IntEnum):
@@ -129,6 +131,7 @@ class Model(ctypes.Structure):
         ("max_seqs", c_int32),
         ("norm_eps", c_float),
         ("kv_cache", c_void_p),
+        ("kv_dtype", c_int32),
     )
 
 

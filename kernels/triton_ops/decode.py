@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.reference_fp8 import FP8 as FP8_DTYPE
 from kernels.triton_ops.cache_layer import cache_layer, padded
 from kernels.triton_ops.prefill import attend
 
@@ -24,10 +25,11 @@ _MAX_SPLITS = 64
 
 @triton.jit
 def decode_kernel(
-    q, cache, out, partial, partial_lse, tables, query_start_loc, seq_lens, scale, softcap,
+    q, cache, exponents, out, partial, partial_lse, tables, query_start_loc, seq_lens, scale, softcap,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head,
     stride_block, stride_kv, stride_head, stride_slot, stride_table,
-    NUM_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0)
@@ -55,13 +57,15 @@ def decode_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM_PAD), tl.float32)
     keys = cache + kv_head.to(tl.int64) * stride_head
+    key_exponents = exponents + kv_head.to(tl.int64) * stride_head
     table = tables + seq.to(tl.int64) * stride_table
     # The window's first tile and the sequence's last one are partly hidden; masking all costs nothing that shows, since
     # the keys' bytes set the pace.
     m, total, acc = attend(
         queries, m, total, acc, start, end, first_key, seq_len, tl.full((ROWS,), 0, tl.int32) + seq_len - 1,
-        keys, keys + stride_kv, table, scale, softcap, stride_block, stride_slot,
-        True, 0, SOFTCAP, BLOCK_SIZE, DIM, DIM_PAD, TILE,
+        keys, keys + stride_kv, key_exponents, key_exponents + stride_kv, table, scale, softcap,
+        stride_block, stride_slot,
+        True, 0, SOFTCAP, FP8, BLOCK_SIZE, DIM, DIM_PAD, TILE,
     )  # fmt: skip
     divisor = tl.where(total == 0.0, 1.0, total)
     result = acc / divisor[:, None]
@@ -147,7 +151,7 @@ def paged_decode_attention(
     if num_splits is None:
         max_keys = min(max_blocks * block_size, window or max_blocks * block_size)
         num_splits = decode_splits(num_seqs, num_kv_heads, max_keys, _num_sms(q.device))
-    own, strides = cache_layer(kv_cache, layer)
+    own, exponents, strides = cache_layer(kv_cache, layer)
     partial = torch.empty(
         (num_seqs, num_heads, num_splits, dim) if num_splits > 1 else (1,), dtype=torch.float32, device=q.device
     )
@@ -156,9 +160,10 @@ def paged_decode_attention(
     # float32 tiles are twice as wide.
     tile = _TILE if padded(dim) * q.element_size() <= 512 else _TILE // 2
     decode_kernel[(num_seqs, num_kv_heads, num_splits)](
-        q, own, out, partial, lse, block_tables, query_start_loc, seq_lens, scale, softcap,
+        q, own, exponents, out, partial, lse, block_tables, query_start_loc, seq_lens, scale, softcap,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *strides, block_tables.stride(0),
-        NUM_HEADS=num_heads, WINDOW=window or 0, SOFTCAP=softcap > 0.0, GROUP=group, SPLITS=num_splits,
+        NUM_HEADS=num_heads, WINDOW=window or 0, SOFTCAP=softcap > 0.0, FP8=kv_cache.dtype == FP8_DTYPE,
+        GROUP=group, SPLITS=num_splits,
         BLOCK_SIZE=block_size, DIM=dim, DIM_PAD=padded(dim, 16), ROWS=padded(group, 16), TILE=tile,
         num_warps=4, num_stages=3 if padded(dim) * q.element_size() <= 256 else 2,
     )  # fmt: skip

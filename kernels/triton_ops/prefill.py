@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_ops.cache_layer import cache_layer, padded
+from kernels.reference_fp8 import FP8 as FP8_DTYPE
+from kernels.triton_ops.cache_layer import cache_layer, fp8_values, padded
 from kernels.triton_ops.rows import tanh
 
 LOG2E = 1.4426950408889634
@@ -22,8 +23,8 @@ LOG2E = 1.4426950408889634
 @triton.jit
 def attend(
     q, m, total, acc, key_start, key_end, first_key, last_key, query_at,
-    keys, values, table, scale, softcap, stride_block, stride_slot,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    keys, values, key_exponents, value_exponents, table, scale, softcap, stride_block, stride_slot,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Folds the keys of tiles [key_start, key_end) into the running softmax of `q` [rows, DIM_PAD].
@@ -49,8 +50,18 @@ def attend(
             key = tl.load(keys + place)
             value = tl.load(values + place)
         else:
-            key = tl.load(keys + place, mask=used, other=0.0)
-            value = tl.load(values + place, mask=used, other=0.0)
+            key = tl.load(keys + place, mask=used, other=0)
+            value = tl.load(values + place, mask=used, other=0)
+        if FP8:
+            row_at = block * stride_block + key_at % BLOCK_SIZE
+            if MASKED:
+                key_exponent = tl.load(key_exponents + row_at, mask=held, other=127)
+                value_exponent = tl.load(value_exponents + row_at, mask=held, other=127)
+            else:
+                key_exponent = tl.load(key_exponents + row_at)
+                value_exponent = tl.load(value_exponents + row_at)
+            key = fp8_values(key, key_exponent[:, None])
+            value = fp8_values(value, value_exponent[:, None])
         scores = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision="ieee") * scale
         if SOFTCAP:
             scores = softcap * tanh(scores / softcap)
@@ -73,10 +84,10 @@ def attend(
 
 @triton.jit
 def prefill_kernel(
-    q, cache, out, tables, query_start_loc, seq_lens, scale, softcap, num_seqs,
+    q, cache, exponents, out, tables, query_start_loc, seq_lens, scale, softcap, num_seqs,
     stride_q_token, stride_q_head, stride_out_token, stride_out_head,
     stride_block, stride_kv, stride_head, stride_slot, stride_table,
-    MIN_QUERIES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr,
+    MIN_QUERIES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -114,6 +125,8 @@ def prefill_kernel(
     acc = tl.zeros((ROWS, DIM_PAD), tl.float32)
     keys = cache + kv_head.to(tl.int64) * stride_head
     values = keys + stride_kv
+    key_exponents = exponents + kv_head.to(tl.int64) * stride_head
+    value_exponents = key_exponents + stride_kv
     table = tables + low.to(tl.int64) * stride_table
     first_key = 0
     plain_end = 0
@@ -125,13 +138,13 @@ def prefill_kernel(
         plain_end = (first_at + 1) // TILE * TILE
         m, total, acc = attend(
             queries, m, total, acc, 0, plain_end, 0, last_key, query_at,
-            keys, values, table, scale, softcap, stride_block, stride_slot,
-            False, WINDOW, SOFTCAP, BLOCK_SIZE, DIM, DIM_PAD, TILE,
+            keys, values, key_exponents, value_exponents, table, scale, softcap, stride_block, stride_slot,
+            False, WINDOW, SOFTCAP, FP8, BLOCK_SIZE, DIM, DIM_PAD, TILE,
         )  # fmt: skip
     m, total, acc = attend(
         queries, m, total, acc, plain_end, last_key, first_key, last_key, query_at,
-        keys, values, table, scale, softcap, stride_block, stride_slot,
-        True, WINDOW, SOFTCAP, BLOCK_SIZE, DIM, DIM_PAD, TILE,
+        keys, values, key_exponents, value_exponents, table, scale, softcap, stride_block, stride_slot,
+        True, WINDOW, SOFTCAP, FP8, BLOCK_SIZE, DIM, DIM_PAD, TILE,
     )  # fmt: skip
     # Rows beyond the last query saw keys of their own or none.
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -186,14 +199,14 @@ def paged_prefill_attention(
     if num_tokens == 0:
         return out
     group = num_heads // num_kv_heads
-    own, strides = cache_layer(kv_cache, layer)
+    own, exponents, strides = cache_layer(kv_cache, layer)
     rows, tile, warps, stages = prefill_tiles(dim, group, q.element_size())
     parts = num_tokens // (rows // group) + num_seqs
     prefill_kernel[(parts, num_kv_heads)](
-        q, own, out, block_tables, query_start_loc, seq_lens, scale, softcap, num_seqs,
+        q, own, exponents, out, block_tables, query_start_loc, seq_lens, scale, softcap, num_seqs,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *strides, block_tables.stride(0),
-        MIN_QUERIES=min_queries, WINDOW=window or 0, SOFTCAP=softcap > 0.0, GROUP=group,
-        BLOCK_SIZE=block_size, DIM=dim, DIM_PAD=padded(dim, 16), ROWS=rows, TILE=tile,
+        MIN_QUERIES=min_queries, WINDOW=window or 0, SOFTCAP=softcap > 0.0, FP8=kv_cache.dtype == FP8_DTYPE,
+        GROUP=group, BLOCK_SIZE=block_size, DIM=dim, DIM_PAD=padded(dim, 16), ROWS=rows, TILE=tile,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

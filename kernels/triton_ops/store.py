@@ -12,19 +12,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_ops.cache_layer import cache_layer, padded
+from kernels.reference_fp8 import FP8 as FP8_DTYPE
+from kernels.triton_ops.cache_layer import cache_layer, fp8_codes, fp8_exponents, padded
 
 # Heads that one program handles.
 _HEADS = 8
 
 
 @triton.jit
+def _largest(x):
+    """The largest magnitude of each row, NaN where there is one: float32 [rows] of [rows, dim]."""
+    # Of positive floats the bits are in the order of the values, and NaN's are the largest.
+    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def store_kernel(
-    k, v, cache, slots,
+    k, v, cache, exponents, slots,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_block, stride_kv, stride_head, stride_slot,
     NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
-    HEADS_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
+    HEADS_PAD: tl.constexpr, DIM_PAD: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -33,11 +42,23 @@ def store_kernel(
     head = tl.arange(0, HEADS_PAD)[:, None]
     dim = tl.arange(0, DIM_PAD)[None, :]
     used = (head < NUM_HEADS) & (dim < DIM)
-    to = cache + slot // BLOCK_SIZE * stride_block + head * stride_head + slot % BLOCK_SIZE * stride_slot + dim
-    key = tl.load(k + token * stride_k_token + head * stride_k_head + dim, mask=used)
-    value = tl.load(v + token * stride_v_token + head * stride_v_head + dim, mask=used)
-    tl.store(to, key.to(cache.dtype.element_ty), mask=used)
-    tl.store(to + stride_kv, value.to(cache.dtype.element_ty), mask=used)
+    run = slot // BLOCK_SIZE * stride_block + head * stride_head
+    to = cache + run + slot % BLOCK_SIZE * stride_slot + dim
+    key = tl.load(k + token * stride_k_token + head * stride_k_head + dim, mask=used, other=0.0)
+    value = tl.load(v + token * stride_v_token + head * stride_v_head + dim, mask=used, other=0.0)
+    if FP8:
+        key = key.to(tl.float32)
+        value = value.to(tl.float32)
+        exponent_to = exponents + run + slot % BLOCK_SIZE
+        key_exponent = fp8_exponents(_largest(key))[:, None]
+        value_exponent = fp8_exponents(_largest(value))[:, None]
+        tl.store(exponent_to, key_exponent.to(tl.uint8), mask=head < NUM_HEADS)
+        tl.store(exponent_to + stride_kv, value_exponent.to(tl.uint8), mask=head < NUM_HEADS)
+        tl.store(to, fp8_codes(key, key_exponent), mask=used)
+        tl.store(to + stride_kv, fp8_codes(value, value_exponent), mask=used)
+    else:
+        tl.store(to, key.to(cache.dtype.element_ty), mask=used)
+        tl.store(to + stride_kv, value.to(cache.dtype.element_ty), mask=used)
 
 
 def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
@@ -49,12 +70,12 @@ def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, layer: int, slot_mapping: T
     """
     assert k.stride(2) == 1 and v.stride(2) == 1, "the last dimension of k and v must be contiguous"
     num_tokens, num_heads, dim = k.shape
-    own, strides = cache_layer(kv_cache, layer)
+    own, exponents, strides = cache_layer(kv_cache, layer)
     if num_tokens:
         store_kernel[(num_tokens,)](
-            k, v, own, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *strides,
+            k, v, own, exponents, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *strides,
             NUM_HEADS=num_heads, BLOCK_SIZE=kv_cache.shape[4], DIM=dim,
-            HEADS_PAD=padded(num_heads), DIM_PAD=padded(dim),
+            HEADS_PAD=padded(num_heads), DIM_PAD=padded(dim), FP8=kv_cache.dtype == FP8_DTYPE,
         )  # fmt: skip
 
 
@@ -71,10 +92,11 @@ def _normed(first, second, rest, weight, first_at, rest_at, half_used, rest_used
 
 @triton.jit
 def rope_store_kernel(
-    qkv, q_out, cache, slots, positions, cos, sin, q_norm, k_norm,
+    qkv, q_out, cache, exponents, slots, positions, cos, sin, q_norm, k_norm,
     eps, offset, stride_qkv, stride_q, stride_block, stride_kv, stride_head, stride_slot,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """One token, `HEADS` heads of one kind: first come the programs of q, then of k, then of v."""
     token = tl.program_id(0).to(tl.int64)
@@ -122,12 +144,24 @@ def rope_store_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
         return
-    to_kv = cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot + head * stride_head
-    to_kv += tl.where(is_v, 1, 0) * stride_kv
-    stored = cache.dtype.element_ty
-    tl.store(to_kv + first_at, first.to(stored), mask=head_used & half_used)
-    tl.store(to_kv + first_at + HALF, second.to(stored), mask=head_used & half_used)
-    tl.store(to_kv + rest_at, rest.to(stored), mask=head_used & rest_used)
+    run = slot // BLOCK_SIZE * stride_block + head * stride_head + tl.where(is_v, 1, 0) * stride_kv
+    to_kv = cache + run + slot % BLOCK_SIZE * stride_slot
+    if FP8:
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        c = rest.to(tl.float32)
+        exponent = fp8_exponents(_largest(a))
+        exponent = tl.maximum(exponent, fp8_exponents(_largest(b)))
+        exponent = tl.maximum(exponent, fp8_exponents(_largest(c)))[:, None]
+        tl.store(exponents + run + slot % BLOCK_SIZE, exponent.to(tl.uint8), mask=head_used)
+        tl.store(to_kv + first_at, fp8_codes(a, exponent), mask=head_used & half_used)
+        tl.store(to_kv + first_at + HALF, fp8_codes(b, exponent), mask=head_used & half_used)
+        tl.store(to_kv + rest_at, fp8_codes(c, exponent), mask=head_used & rest_used)
+    else:
+        stored = cache.dtype.element_ty
+        tl.store(to_kv + first_at, first.to(stored), mask=head_used & half_used)
+        tl.store(to_kv + first_at + HALF, second.to(stored), mask=head_used & half_used)
+        tl.store(to_kv + rest_at, rest.to(stored), mask=head_used & rest_used)
 
 
 def rope_store(
@@ -162,16 +196,16 @@ def rope_store(
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * dim and qkv.stride(1) == 1
     assert (q_norm is None) == (k_norm is None) and cos.is_contiguous() and sin.is_contiguous()
     q = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    own, strides = cache_layer(kv_cache, layer)
+    own, exponents, strides = cache_layer(kv_cache, layer)
     heads = min(_HEADS, padded(num_kv_heads))
     tiles = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
     if num_tokens:
         rope_store_kernel[(num_tokens, tiles)](
-            qkv, q, own, slot_mapping, positions, cos, sin, q_norm, k_norm,
+            qkv, q, own, exponents, slot_mapping, positions, cos, sin, q_norm, k_norm,
             eps, weight_offset, qkv.stride(0), q.stride(0), *strides,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, DIM=dim,
             HALF=half, HALF_PAD=padded(half), REST_PAD=padded(max(dim - 2 * half, 1)), HEADS=heads,
-            NORM=q_norm is not None, num_warps=2,
+            NORM=q_norm is not None, FP8=kv_cache.dtype == FP8_DTYPE, num_warps=2,
         )  # fmt: skip
     return q
 

@@ -43,5 +43,7 @@ def size_kv_cache(settings: ServeSettings, spec: ModelSpec, weights_bytes: int, 
 
 def _token_bytes(settings: ServeSettings, spec: ModelSpec) -> int:
     """Bytes of one token's keys and values in all layers."""
-    element_bytes = 4 if settings.dtype == "float32" else 2
-    return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * element_bytes
+    row_bytes = spec.head_dim * (4 if settings.dtype == "float32" else 2)
+    if settings.kv_cache_dtype.startswith("fp8"):
+        row_bytes = spec.head_dim + 1
+    return spec.num_layers * 2 * spec.num_kv_heads * row_bytes

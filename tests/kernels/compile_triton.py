@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from biphase.cache.tensors import kv_block_bytes, kv_view
 from kernels import reference
+from kernels.reference_fp8 import FP8
 from kernels.triton_ops import decode, prefill, quantised, rows, sampling, store
 
 # Heads, KV heads and head_dim of models that are served: Llama 3, SmolLM2, Qwen 2 (groups of 7), Gemma 2 and 3.
@@ -85,6 +88,9 @@ def attention_cases(dtype: torch.dtype, full: bool) -> Iterator[str]:
                 starts, one = torch.tensor([0, 16], dtype=torch.int32), lens[1:]
                 prefill.paged_prefill_attention(q, cache, 1, starts, one, tables[:1, :1], 0.1, min_queries=2)
                 decode.paged_decode_attention(q[:1], cache, 1, starts, one, tables[:1, :1], 0.1)
+            if first and block_size == BLOCK_SIZES[0]:
+                yield f"{heads}/{kv_heads} heads of {dim}, fp8"
+                fp8_cases(dtype, heads, kv_heads, dim, block_size, lens, tables)
             yield f"{heads}/{kv_heads} heads of {dim}, blocks of {block_size}"
             qkv = torch.zeros(3, (heads + 2 * kv_heads) * dim, dtype=dtype)
             cos, sin = reference.rotary_table(1e4, dim, 16)
@@ -96,6 +102,24 @@ def attention_cases(dtype: torch.dtype, full: bool) -> Iterator[str]:
                 k = torch.zeros(3, kv_heads, dim, dtype=dtype)
                 store.store_kv(k, k, cache, 1, slots)
                 store.rotary(k, positions, cos, sin)
+
+
+def fp8_cases(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, lens: Tensor, tables: Tensor
+) -> None:
+    """Everything that touches a KV cache, with one in fp8."""
+    shape = (2, kv_heads, block_size, dim, FP8)
+    cache = kv_view(torch.zeros(2, kv_block_bytes(*shape), dtype=torch.uint8), *shape)
+    q, k = torch.zeros(16, heads, dim, dtype=dtype), torch.zeros(3, kv_heads, dim, dtype=dtype)
+    starts = torch.tensor([0, 10, 16], dtype=torch.int32)
+    prefill.paged_prefill_attention(q, cache, 1, starts, lens, tables, 0.1, min_queries=2)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    decode.paged_decode_attention(q[:2], cache, 1, starts, lens, tables, 0.1, num_splits=8)
+    positions, slots = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    cos, sin = reference.rotary_table(1e4, dim, 16)
+    qkv = torch.zeros(3, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    store.rope_store(qkv, positions, cos, sin, cache, 1, slots, heads)
+    store.store_kv(k, k, cache, 1, slots)
 
 
 def other_cases(dtype: torch.dtype, full: bool) -> Iterator[str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.reference_fp8 import FP8
 from kernels.triton_ops.decode import decode_splits, paged_decode_attention
 from kernels.triton_ops.prefill import paged_prefill_attention
 from tests.kernels.triton_cases import DOT_DTYPES, Paged, near, spread
@@ -17,7 +18,13 @@ SHAPES = [((4, 2), 16, 16), ((2, 2), 32, 1), ((7, 1), 16, 4), ((6, 2), 24, 16), 
 MASKS = [(None, 0.0), (9, 0.0), (1, 0.0), (None, 3.0), (70, 3.0)]
 
 
-def paged(shape: tuple[tuple[int, int], int, int], dtype: torch.dtype, lens: list[int], queries: list[int]) -> Paged:
+def paged(
+    shape: tuple[tuple[int, int], int, int],
+    dtype: torch.dtype,
+    lens: list[int],
+    queries: list[int],
+    kv_dtype: torch.dtype | None = None,
+) -> Paged:
     (num_heads, num_kv_heads), head_dim, block_size = shape
     return Paged(
         lens,
@@ -27,6 +34,7 @@ def paged(shape: tuple[tuple[int, int], int, int], dtype: torch.dtype, lens: lis
         head_dim=head_dim,
         block_size=block_size,
         dtype=dtype,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -65,6 +73,18 @@ def test_padding_of_a_recorded_batch_gives_zeros_and_reads_nothing() -> None:
     for num_splits in (1, 4):
         out = paged_decode_attention(*batch.arguments(), 0.3, num_splits=num_splits)
         assert bool((out[1] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(("shape", "mask"), [(SHAPES[0], MASKS[0]), (SHAPES[3], MASKS[1]), (SHAPES[5], MASKS[3])])
+def test_a_cache_in_fp8(dtype: torch.dtype, shape: Any, mask: tuple[int | None, float]) -> None:
+    batch = paged(shape, dtype, [1, 130, 20, 70, 5], [1, 40, 0, 70, 3], FP8)
+    out = paged_prefill_attention(*batch.arguments(), 0.3, *mask)
+    near(out, reference.paged_attention(*batch.arguments(), 0.3, *mask), dtype)
+    batch = paged(shape, dtype, [1, 130, 20], [1, 1, 1], FP8)
+    for num_splits in (1, 3):
+        out = paged_decode_attention(*batch.arguments(), 0.3, *mask, num_splits=num_splits)
+        near(out, reference.paged_attention(*batch.arguments(), 0.3, *mask), dtype)
 
 
 @pytest.mark.parametrize("length", [1, 12, 100])

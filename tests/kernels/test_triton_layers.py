@@ -9,13 +9,9 @@ from torch import Tensor
 
 from biphase.sampler.draw import inverse_cdf, uniforms
 from kernels import reference
+from kernels.reference_fp8 import FP8, exponents_of
 from kernels.triton_ops import rows, sampling, store
-from tests.kernels.triton_cases import DEVICE, DTYPES, draw, near, spread
-
-
-def empty_cache(num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((7, 3, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype, device=DEVICE)
-
+from tests.kernels.triton_cases import DEVICE, DTYPES, draw, empty_cache, near, spread
 
 SLOTS = [33, -1, 2, 0, 19]
 
@@ -25,10 +21,38 @@ SLOTS = [33, -1, 2, 0, 19]
 def test_store_kv(dtype: torch.dtype, num_kv_heads: int, block_size: int, head_dim: int) -> None:
     k, v = (draw(5, num_kv_heads, head_dim, dtype=dtype, seed=s) for s in (1, 2))
     slots = torch.tensor(SLOTS, device=DEVICE)
-    expected, actual = (empty_cache(num_kv_heads, block_size, head_dim, dtype) for _ in range(2))
+    expected, actual = (empty_cache(7, num_kv_heads, block_size, head_dim, dtype) for _ in range(2))
     reference.store_kv(k, v, expected, 1, slots)
     store.store_kv(spread(k), spread(v), actual, 1, slots)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "block_size", "head_dim"), [(2, 16, 16), (3, 5, 24)])
+def test_store_in_fp8_is_the_definition_bit_for_bit(num_kv_heads: int, block_size: int, head_dim: int) -> None:
+    shape = (5, num_kv_heads, head_dim)
+    k, v = draw(*shape, seed=1) * 2.0 ** draw(*shape, seed=3).mul(6).round(), draw(*shape, seed=2) * 1e5
+    k[0, 0, 3], k[2, 1], v[3, 0, 0], v[3, 1, 1], k[4] = 448.0, 0.0, float("nan"), float("-inf"), k[4] * 1e-20
+    slots = torch.tensor(SLOTS, device=DEVICE)
+    expected, actual = (empty_cache(7, num_kv_heads, block_size, head_dim, FP8) for _ in range(2))
+    reference.store_kv(k, v, expected, 1, slots)
+    store.store_kv(spread(k), spread(v), actual, 1, slots)
+    assert_same_rows(actual, expected)
+    cos, sin = torch.ones(1, head_dim // 2, device=DEVICE), torch.zeros(1, head_dim // 2, device=DEVICE)
+    positions = torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    qkv = torch.cat((k.nan_to_num(), k.nan_to_num(), v.nan_to_num(0.0, 0.0, 0.0)), dim=1).flatten(1)
+    expected, actual = (empty_cache(7, num_kv_heads, block_size, head_dim, FP8) for _ in range(2))
+    reference.store_kv(k, v.nan_to_num(0.0, 0.0, 0.0), expected, 1, slots)
+    store.rope_store(qkv, positions, cos, sin, actual, 1, slots, num_kv_heads)
+    assert_same_rows(actual, expected)
+
+
+def assert_same_rows(actual: Tensor, expected: Tensor) -> None:
+    exponents = exponents_of(expected)
+    assert torch.equal(exponents_of(actual), exponents)
+    # A row of NaN has whatever codes.
+    no_number = (exponents == 255).unsqueeze(-1)
+    codes = (x.view(torch.uint8).masked_fill(no_number, 0) for x in (actual, expected))
+    assert torch.equal(*codes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,7 +79,7 @@ def test_rope_store_is_norm_rotary_and_store(
     q, k, v = torch.split(qkv.view(5, total, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norm:
         q, k = reference.rms_norm(q, q_norm, 1e-5, 1.0), reference.rms_norm(k, k_norm, 1e-5, 1.0)
-    expected, actual = (empty_cache(num_kv_heads, 16, head_dim, dtype) for _ in range(2))
+    expected, actual = (empty_cache(7, num_kv_heads, 16, head_dim, dtype) for _ in range(2))
     reference.store_kv(reference.rotary(k, positions, cos, sin), v, expected, 1, slots)
     out = store.rope_store(
         spread(qkv),
@@ -156,7 +180,7 @@ def test_gather_logprobs(vocab_size: int) -> None:
 
 
 def test_nothing_to_do() -> None:
-    cache = empty_cache(2, 4, 16, torch.float32)
+    cache = empty_cache(7, 2, 4, 16, torch.float32)
     none = torch.empty(0, 2, 16, device=DEVICE)
     slots = torch.empty(0, dtype=torch.int64, device=DEVICE)
     store.store_kv(none, none, cache, 0, slots)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from biphase.cache.tensors import kv_block_bytes, kv_view
 from kernels import reference
 
 # The interpreter where there is no GPU (tests/conftest.py). Its dot products of bfloat16 are wrong, so there they are
@@ -37,6 +38,15 @@ def spread(x: Tensor) -> Tensor:
     return part
 
 
+def empty_cache(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, num_layers: int = 3
+) -> Tensor:
+    """A KV cache, all of it NaN."""
+    shape = (num_layers, num_kv_heads, block_size, head_dim, dtype)
+    raw = torch.full((num_blocks, kv_block_bytes(*shape)), 255, dtype=torch.uint8, device=DEVICE)
+    return kv_view(raw, *shape)
+
+
 class Paged:
     """A ragged batch whose K and V lie in one layer of a NaN-poisoned cache, at shuffled block ids."""
 
@@ -52,11 +62,11 @@ class Paged:
         head_dim: int,
         block_size: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         blocks_of = [-(-n // block_size) for n in seq_lens]
         num_blocks = sum(blocks_of) + 5
-        shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)
-        self.kv_cache = torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+        self.kv_cache = empty_cache(num_blocks, num_kv_heads, block_size, head_dim, kv_dtype or dtype)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).tolist()
         # Entries past a sequence point nowhere.
         self.block_tables = torch.full((len(seq_lens), max(blocks_of) + 1), 2**30, dtype=torch.int32, device=DEVICE)

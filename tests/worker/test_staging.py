@@ -27,9 +27,9 @@ def own_memory(monkeypatch: pytest.MonkeyPatch) -> list[HostMirror]:
     mirrors: list[HostMirror] = []
 
     class Mirror(HostMirror):
-        def __init__(self, device_cache: torch.Tensor, host_cache: torch.Tensor) -> None:
-            device_cache.fill_(float("nan"))
-            super().__init__(device_cache, host_cache)
+        def __init__(self, device_blocks: torch.Tensor, host_blocks: torch.Tensor) -> None:
+            device_blocks.fill_(255)  # NaN in every dtype
+            super().__init__(device_blocks, host_blocks)
             mirrors.append(self)
 
     monkeypatch.setattr(worker_core, "shares_memory", lambda device: False)

@@ -13,7 +13,7 @@
 
 extern "C" {
 
-enum bp_dtype : int32_t { BP_F32 = 0, BP_BF16 = 1, BP_F16 = 2 };
+enum bp_dtype : int32_t { BP_F32 = 0, BP_BF16 = 1, BP_F16 = 2, BP_FP8 = 3 };
 
 // How a packed weight lies in its panels: as numbers of the program's dtype, or as GGUF blocks of 32 (see quant.h).
 enum bp_format : int32_t { BP_PLAIN = 0, BP_Q8 = 1, BP_Q4 = 2 };
@@ -83,8 +83,10 @@ struct bp_model {
     int32_t num_layers, block_size;
     int32_t max_tokens, max_seqs;
     float norm_eps;
-    // [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of dtype.
+    // [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of kv_dtype, which is dtype or BP_FP8; then each
+    // head's run is block_size rows of codes and after them block_size exponents (see fp8.h).
     void* kv_cache;
+    int32_t kv_dtype;
 };
 
 struct bp_step {

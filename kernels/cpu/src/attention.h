@@ -14,7 +14,7 @@ namespace {
 
 template <class T>
 size_t attention_scratch_bytes(const bp_model& m) {
-    const int64_t few = few_rows_words<T>(m.head_dim), many = many_rows_words<T>(m.head_dim);
+    const int64_t few = few_rows_words<T>(m), many = many_rows_words<T>(m);
     return static_cast<size_t>(few > many ? few : many) * 4;
 }
 

@@ -52,10 +52,12 @@ inline void weigh_rows(const T* p, int rows, const uint32_t* v, int count, float
     micro_rows<T, 1, 1, 0>(rows, args);
 }
 
-// Words of scratch: Q, O, transposed keys, paired values.
+// Words of scratch: Q, O, transposed keys, paired values, decoded keys and values.
 template <class T>
-inline int64_t few_rows_words(int d) {
-    return kFewRows<T> * (d * sizeof(T) / 4 + d + VL) + kKeys * (d * sizeof(T) / 4) + static_cast<int64_t>(kKeys) * d;
+inline int64_t few_rows_words(const bp_model& m) {
+    const int d = m.head_dim;
+    return kFewRows<T> * (d * sizeof(T) / 4 + d + VL) + kKeys * (d * sizeof(T) / 4) + static_cast<int64_t>(kKeys) * d +
+           decoded_words<T>(m);
 }
 
 // `next_unit`, or null: what this thread will probably do next.
@@ -70,6 +72,7 @@ void attend_few(const Program& program, const bp_op& op, int thread, const Atten
     float* o = reinterpret_cast<float*>(q + kFewRows<T> * units);
     uint32_t* transposed = reinterpret_cast<uint32_t*>(o + kFewRows<T> * o_row);
     uint32_t* paired = transposed + kKeys * units;
+    uint32_t* words = paired + kKeys * d;
     alignas(64) float s[kFewRows<T> * kKeys];
     alignas(64) T p[kFewRows<T> * kKeys];
     float maximum[kFewRows<T>], alpha[kFewRows<T>];
@@ -79,11 +82,11 @@ void attend_few(const Program& program, const bp_op& op, int thread, const Atten
     }
     std::memset(o, 0, sizeof(float) * rows * o_row);
     const int end = place.position(unit.first + rows - 1) + 1;
-    const int begin = place.first_block(op.window, unit.first), row_bytes = static_cast<int>(sizeof(T)) * d;
-    KeyRows<T> both[2];
+    const int begin = place.first_block(op.window, unit.first), row_bytes = m.kv_dtype == BP_FP8 ? d : static_cast<int>(sizeof(T)) * d;
+    KeyRows<T> both[2], numbers;
     place.cache_rows<T>(m, op.layer, begin, end, both[0]);
     for (int key0 = begin, turn = 0; key0 < end; key0 += kKeys, turn ^= 1) {
-        const KeyRows<T>& at = both[turn];
+        const KeyRows<T>& at = decoded(m, both[turn], words, numbers);
         const int count = at.count;
         Ahead<T> ahead;
         if (key0 + kKeys < end) {

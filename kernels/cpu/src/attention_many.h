@@ -13,10 +13,12 @@ namespace {
 // Tiles of kLanes rows in a unit: V is put into units of keys once for all of them.
 constexpr int kTiles = 3;
 
-// Words of scratch: Q, O and the maximum of every tile; scores, probabilities, paired values.
+// Words of scratch: Q, O and the maximum of every tile; scores, probabilities, paired values,
+// decoded keys and values.
 template <class T>
-inline int64_t many_rows_words(int d) {
-    return kTiles * kLanes * (d * sizeof(T) / 4 + d + 2) + kKeys * kLanes * 2 + static_cast<int64_t>(kKeys) * d;
+inline int64_t many_rows_words(const bp_model& m) {
+    const int d = m.head_dim;
+    return decoded_words<T>(m) + kTiles * kLanes * (d * sizeof(T) / 4 + d + 2) + kKeys * kLanes * 2 + static_cast<int64_t>(kKeys) * d;
 }
 
 // S[key][lane] for `count` keys of one cache block, beginning at `k`.
@@ -173,11 +175,13 @@ void attend_many(const Program& program, const bp_op& op, int thread, const Atte
     float* s = reinterpret_cast<float*>(word);
     uint32_t* p = word + kKeys * kLanes;
     uint32_t* paired = p + kKeys * kLanes;
+    uint32_t* words = paired + static_cast<int64_t>(kKeys) * d;
 
     const int end = tiles[num_tiles - 1].last_position() + 1;
     for (int key0 = place.first_block(op.window, unit.first); key0 < end; key0 += kKeys) {
-        KeyRows<T> rows;
-        place.cache_rows<T>(m, op.layer, key0, end, rows);
+        KeyRows<T> stored, numbers;
+        place.cache_rows<T>(m, op.layer, key0, end, stored);
+        const KeyRows<T>& rows = decoded(m, stored, words, numbers);
         const int count = rows.count;
         if constexpr (sizeof(T) == 2) pair_values(rows.v, count, d, paired);
         for (int t = 0; t < num_tiles; ++t) {

@@ -13,13 +13,48 @@ constexpr int kLanes = kTileColumns;
 // Below any score; finite, so that differences of two are no NaN.
 constexpr float kNoScore = -1e30f;
 
-// Where K and V of up to kKeys keys lie.
+// Where K and V of up to kKeys keys lie. Of a cache in fp8 they are codes under another name, until `decoded`.
 template <class T>
 struct KeyRows {
     const T* k[kKeys];
     const T* v[kKeys];
     int count;
+    // Of codes: their exponents.
+    const uint8_t* k_exponent[kKeys];
+    const uint8_t* v_exponent[kKeys];
+
+    // Repeats the last row up to a multiple of VL.
+    void fill() {
+        for (int i = count; i % VL != 0; ++i) {
+            k[i] = k[count - 1];
+            v[i] = v[count - 1];
+        }
+    }
 };
+
+// Words that a block's decoded keys and values take.
+template <class T>
+inline int64_t decoded_words(const bp_model& m) {
+    return m.kv_dtype == BP_FP8 ? 2 * kKeys * static_cast<int64_t>(m.head_dim) * sizeof(T) / 4 : 0;
+}
+
+// The same keys and values as numbers, those of a cache in fp8 decoded to `words`; `space` is for their addresses.
+template <class T>
+inline const KeyRows<T>& decoded(const bp_model& m, const KeyRows<T>& rows, uint32_t* words, KeyRows<T>& space) {
+    if (m.kv_dtype != BP_FP8) return rows;
+    const int d = m.head_dim;
+    T* k = reinterpret_cast<T*>(words);
+    T* v = k + kKeys * d;
+    for (int i = 0; i < rows.count; ++i, k += d, v += d) {
+        decode_row(reinterpret_cast<const uint8_t*>(rows.k[i]), fp8_factor(*rows.k_exponent[i]), d, k);
+        decode_row(reinterpret_cast<const uint8_t*>(rows.v[i]), fp8_factor(*rows.v_exponent[i]), d, v);
+        space.k[i] = k;
+        space.v[i] = v;
+    }
+    space.count = rows.count;
+    space.fill();
+    return space;
+}
 
 // Asks for the K and V rows of a block ahead of their use, a few at a time between pieces of work: many at once would
 // fill the core's miss buffers, and then wait for memory themselves.
@@ -86,7 +121,19 @@ struct UnitPlace {
         const int64_t step = static_cast<int64_t>(m.num_kv_heads) * m.block_size * m.head_dim;
         for (int i = 0; i < count;) {
             const int offset = (key0 + i) % block_size, run = run_at(key0 + i, count - i);
-            const T* row = cache_row<T>(m, table[(key0 + i) / block_size], layer, 0, kv_head, offset);
+            const int block = table[(key0 + i) / block_size];
+            if (m.kv_dtype == BP_FP8) {
+                const Fp8Run keys(m, block, layer, 0, kv_head), values(m, block, layer, 1, kv_head);
+                for (int j = 0; j < run; ++j) {
+                    rows.k[i + j] = reinterpret_cast<const T*>(keys.codes + (offset + j) * m.head_dim);
+                    rows.v[i + j] = reinterpret_cast<const T*>(values.codes + (offset + j) * m.head_dim);
+                    rows.k_exponent[i + j] = keys.exponents + offset + j;
+                    rows.v_exponent[i + j] = values.exponents + offset + j;
+                }
+                i += run;
+                continue;
+            }
+            const T* row = cache_row<T>(m, block, layer, 0, kv_head, offset);
             for (int j = 0; j < run; ++j, row += m.head_dim) {
                 rows.k[i + j] = row;
                 rows.v[i + j] = row + step;
@@ -94,10 +141,7 @@ struct UnitPlace {
             i += run;
         }
         rows.count = count;
-        for (int i = count; i % VL != 0; ++i) {
-            rows.k[i] = rows.k[count - 1];
-            rows.v[i] = rows.v[count - 1];
-        }
+        rows.fill();
     }
 
     // Keys from `key` that lie in one cache block, `left` at most.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "context.h"
+#include "fp8.h"
 #include "quant.h"
 
 namespace BP_NS {
@@ -141,8 +142,15 @@ void rope_store(Program& program, const bp_op& op, int thread) {
         for (int h = 0; h < m.num_kv_heads; ++h) {
             if (slot < 0) break;
             prepare(in + h * d, op.k_norm);
+            const float* value = in + (m.num_kv_heads + h) * d;
+            if (m.kv_dtype == BP_FP8) {
+                const Fp8Run keys(m, block, op.layer, 0, h), values(m, block, op.layer, 1, h);
+                encode_row(head, d, keys.codes + offset * d, keys.exponents + offset);
+                encode_row(value, d, values.codes + offset * d, values.exponents + offset);
+                continue;
+            }
             store_row(cache_row<T>(m, block, op.layer, 0, h, offset), head, d);
-            store_row(cache_row<T>(m, block, op.layer, 1, h, offset), in + (m.num_kv_heads + h) * d, d);
+            store_row(cache_row<T>(m, block, op.layer, 1, h, offset), value, d);
         }
     });
 }
