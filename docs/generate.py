@@ -44,7 +44,7 @@ SERVICES: Sequence[tuple[str, str, Sequence[Flag], Sequence[Flag]]] = (
     ("prefill and decode", "`biphase prefill` and `biphase decode`: common, model, engine, and", WORKER_FLAGS,
      (*NODE_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS)),
     ("kvstore", "`biphase kvstore`: common, and", KVSTORE_FLAGS, NODE_FLAGS),
-    ("status", "`biphase status [--json]`:", STATUS_FLAGS, ()),
+    ("status", "`biphase status [--json | --watch]`:", STATUS_FLAGS, ()),
 )  # fmt: skip
 
 

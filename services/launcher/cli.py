@@ -21,7 +21,7 @@ usage: biphase COMMAND [flags]
   decode
   kvstore
   drain NODE      let one process finish what it has, take nothing new, and end (--url)
-  status          show what a running gateway knows of its nodes (--json, --url)
+  status          show what a running gateway knows of its nodes (--watch, --json, --url)
   --version       {biphase.__version__}
 """
 

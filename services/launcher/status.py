@@ -1,6 +1,6 @@
 """`biphase status`: what a running gateway knows of its nodes and its last requests, as a table or as its JSON.
 
-Reads GET /status over HTTP and shows it; computes nothing.
+Reads GET /status over HTTP and shows it; computes nothing. `--watch` is watch.py's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from biphase.errors import UnauthorizedError, UnavailableError
-from biphase.settings import API_FLAGS, Flag, parse_flags
+from biphase.errors import ConfigError, UnauthorizedError, UnavailableError
+from biphase.settings import API_FLAGS, Flag, parse_flags, positive_seconds
+from services.launcher.watch import watch
 
 _TIMEOUT_SECONDS = 10.0
 _MAX_REQUESTS_SHOWN = 10
@@ -26,6 +27,7 @@ _PLAIN_WIDTH = 220
 
 STATUS_FLAGS = (
     Flag("url", str, "http://127.0.0.1:8000", "address of the gateway"),
+    Flag("interval", positive_seconds, 1.0, "with --watch: seconds between two looks"),
     *(flag for flag in API_FLAGS if flag.name == "api-key"),
 )
 
@@ -35,6 +37,7 @@ class StatusSettings:
     """One field per flag in STATUS_FLAGS."""
 
     url: str
+    interval: float
     api_key: tuple[str, ...]
 
 
@@ -45,19 +48,33 @@ def main(argv: Sequence[str]) -> int:
         BiphaseError: what went wrong, in one sentence.
     """
     arguments = list(argv)
-    as_json = "--json" in arguments
-    if as_json:
-        arguments.remove("--json")
+    as_json, watches = (_take(arguments, word) for word in ("--json", "--watch"))
     settings = parse_flags(
-        "biphase status", "Shows the nodes behind a gateway. With --json: the gateway's own JSON.", STATUS_FLAGS,
-        StatusSettings, arguments,
-    )  # fmt: skip
-    status = fetch(settings.url, settings.api_key[0] if settings.api_key else "")
+        "biphase status",
+        "Shows the nodes behind a gateway. With --json: the gateway's own JSON. With --watch: again and again.",
+        STATUS_FLAGS,
+        StatusSettings,
+        arguments,
+    )
+    if as_json and watches:
+        raise ConfigError("--json and --watch do not go together: the JSON is printed once")
+    api_key = settings.api_key[0] if settings.api_key else ""
+    if watches:
+        return watch(lambda: fetch(settings.url, api_key), show, sys.stdout, interval=settings.interval)
+    status = fetch(settings.url, api_key)
     if as_json:
         print(json.dumps(status, indent=2))
     else:
         show(status, sys.stdout)
     return 0
+
+
+def _take(arguments: list[str], word: str) -> bool:
+    """Whether the word is there; it is taken away."""
+    found = word in arguments
+    while word in arguments:
+        arguments.remove(word)
+    return found
 
 
 def fetch(url: str, api_key: str = "") -> dict[str, Any]:
@@ -87,11 +104,22 @@ def fetch(url: str, api_key: str = "") -> dict[str, Any]:
     return status
 
 
+class _Console(Console):
+    """Leaves a pipe that nobody reads any more to the caller; rich would end the process with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 def show(status: Mapping[str, Any], stream: TextIO) -> None:
-    """Prints nodes and the last requests."""
-    console = Console(file=stream, highlight=False)
+    """Prints nodes and the last requests.
+
+    Raises:
+        BrokenPipeError: nobody reads it any more.
+    """
+    console = _Console(file=stream, highlight=False)
     if not console.is_terminal:
-        console = Console(file=stream, highlight=False, width=_PLAIN_WIDTH, no_color=True)
+        console = _Console(file=stream, highlight=False, width=_PLAIN_WIDTH, no_color=True)
     style = box.SIMPLE_HEAD if console.is_terminal else None
     gateway = status.get("gateway")
     console.print(_nodes_table([*([gateway] if gateway else []), *status["nodes"]], style))

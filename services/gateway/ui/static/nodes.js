@@ -74,7 +74,7 @@ function summary({ role, nodes }) {
 }
 
 function createCell(node) {
-  const cell = el("button", { type: "button", class: "cell" });
+  const cell = el("button", { type: "button", class: "cell", tabindex: "-1" });
   cell.data = node;
   tip(cell, (owner) => details(owner.data));
   return cell;
@@ -106,7 +106,7 @@ function updateRow(row, node) {
   setText(state.firstChild, format.words(node.state));
   setAttr(state.firstChild, "data-state", node.state);
   const store = node.role === "kvstore";
-  amount(running, store ? "" : format.count(node.running), load(node), 0, node.max_running ? "" : "none");
+  amount(running, store ? "" : format.count(node.running), load(node));
   amount(waiting, store ? "" : format.count(node.waiting + node.waiting_for_remote_kv));
   waiting.classList.toggle("is-warn", node.waiting > 0);
   const cached = node.blocks.total ? node.blocks.cached / node.blocks.total : 0;

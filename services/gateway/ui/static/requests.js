@@ -26,7 +26,9 @@ export function setUpRequests() {
       [["all", "All"], ["trouble", "Failed or retried"], ["remote", "Handed over"], ["local", "Prefilled by decode"]].map(([value, text]) => el("option", { value, text }))),
     el("input", { type: "search", placeholder: "Id or node", "aria-label": "Filter by request id or node", on: { input: (event) => (view.text = event.target.value.trim().toLowerCase(), showRequests(last)) } }));
   $("legend").append(...Object.entries(PHASES).filter(([, phase]) => phase.lane >= 0).map(([name, phase]) => el("li", {}, el("i", { class: `swatch ${name}` }), phase.name)),
-    el("li", {}, el("i", { class: "swatch first" }), "First token"));
+    el("li", {}, el("i", { class: "swatch first" }), "First token"),
+    el("li", { class: "apart" }, "Prompt:", el("i", { class: "swatch cached" }), "cached"),
+    el("li", {}, el("i", { class: "swatch fetch" }), "fetched"), el("li", {}, el("i", { class: "swatch chunk" }), "computed"));
   $("waterfall").append(el("div", { class: "axis", "aria-hidden": "true" }, el("span"), el("div", { class: "ticks" }), el("span")), el("ol", { class: "rows" }), el("p", { class: "empty" }));
   $("waterfall").children[1].addEventListener("keydown", walk);
 }
@@ -136,8 +138,8 @@ function updateRow(node, row, scale, now) {
       part.style.flexGrow = String(tokens);
       return part;
     }));
-    setText(who.children[3], pathText(row));
-    setText(total, row.error_code ? format.words(row.error_code) : format.seconds(row.seconds));
+    setText(who.children[3], row.error_code ? format.words(row.error_code) : pathText(row));
+    setText(total, format.seconds(row.seconds));
     setAttr(line, "aria-label", `${SAID[kind]}, ${row.num_prompt_tokens} prompt tokens, ${row.num_output_tokens} output tokens, ${pathText(row)}, first token after ${format.seconds(row.ttft_seconds)}, ${format.seconds(row.seconds)} in all`);
     paint(track.firstChild, row);
   }

@@ -6,6 +6,7 @@ import * as format from "./format.js";
 const root = document.getElementById("tiles");
 const [WIDTH, HEIGHT] = [120, 26];
 const RATE_SAMPLES = 5;
+const MIN_SAMPLES = 30;
 
 export function showTiles(feed) {
   keyed(root, tiles(feed), (item) => item.name, create, update);
@@ -22,17 +23,16 @@ function tiles({ status, samples, requests }) {
       series: samples.map((sample) => sample.active) },
     { name: "Requests", value: `${format.rate(mean(samples, "requestRate"))}/s`,
       note: totals.num_failed ? `${format.short(totals.num_finished)} in all, ${format.short(totals.num_failed)} failed` : `${format.short(totals.num_finished)} in all, none failed`,
-      bad: totals.num_failed > 0, series: samples.map((sample) => sample.requestRate) },
+      bad: requests.some((row) => row.finish_reason === "error" && row.arrival_time > status.time - 120), series: samples.map((sample) => sample.requestRate) },
     { name: "Output", value: `${format.rate(mean(samples, "tokenRate"))} tok/s`,
       note: `${format.short(totals.num_output_tokens)} tokens in all`, series: samples.map((sample) => sample.tokenRate) },
     { name: "First token", value: format.seconds(format.quantile(ttft, 0.5)),
       note: ttft.length ? `p95 ${format.seconds(format.quantile(ttft, 0.95))}` : "no request yet",
       series: samples.map((sample) => sample.ttft) },
     { name: "Cache hits", value: format.percent(hits),
-      note: `${format.short(totals.num_cached_tokens)} of ${format.short(totals.num_prompt_tokens)} tokens`, series: [] , share: hits },
+      note: `${format.short(totals.num_cached_tokens)} of ${format.short(totals.num_prompt_tokens)} tokens`, series: [] },
     { name: "Exposed transfer", value: format.seconds(format.quantile(exposed, 0.5)),
-      note: exposed.length ? `p95 ${format.seconds(format.quantile(exposed, 0.95))}` : "no hand-off yet", series: [],
-      share: null },
+      note: exposed.length ? `p95 ${format.seconds(format.quantile(exposed, 0.95))}` : "no hand-off yet", series: [] },
   ];
 }
 
@@ -58,13 +58,14 @@ function update(node, item) {
   note.classList.toggle("is-bad", Boolean(item.bad));
   const line = path(item.series);
   setAttr(chart.children[1], "d", line);
-  setAttr(chart.children[0], "d", line && `${line}L${WIDTH} ${HEIGHT}L${WIDTH - (item.series.length - 1)} ${HEIGHT}Z`);
+  setAttr(chart.children[0], "d", line && `${line}V${HEIGHT}H${line.slice(1, line.indexOf(" "))}Z`);
 }
 
-/** One unit per sample, the newest at the right edge. */
+/** The newest sample at the right edge; the first half minute already takes the whole width. */
 function path(series) {
   const top = Math.max(...series.filter(format.isNumber), 1e-9);
   if (series.length < 2) return "";
-  const start = WIDTH - (series.length - 1);
-  return series.map((value, place) => `${place ? "L" : "M"}${start + place} ${(HEIGHT - 1 - ((value ?? 0) / top) * (HEIGHT - 3)).toFixed(1)}`).join("");
+  const step = WIDTH / Math.max(MIN_SAMPLES, series.length - 1);
+  const start = WIDTH - (series.length - 1) * step;
+  return series.map((value, place) => `${place ? "L" : "M"}${(start + place * step).toFixed(1)} ${(HEIGHT - 1 - ((value ?? 0) / top) * (HEIGHT - 3)).toFixed(1)}`).join("");
 }
