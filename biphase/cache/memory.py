@@ -17,12 +17,15 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from operator import itemgetter
 
 # Not in the mmap and fcntl modules of Python 3.11.
 _MADV_POPULATE_WRITE = 23
 _F_SEAL_FUTURE_WRITE = 0x0010
+# Page faults taken in one go: a few milliseconds' worth.
+_TOUCH_BYTES = 16 * 2**20
 # A view takes about 200 bytes.
 _MAX_KEPT_VIEWS = 65536
 
@@ -74,6 +77,15 @@ class SharedRegion:
             raise ValueError("the memory is closed")
         return self._view
 
+    def touch(self, start: int, num_bytes: int) -> bool:
+        """Takes the page faults of a part now, whatever it holds. Other threads go on. False: the system would not.
+
+        The region must not be closed meanwhile.
+        """
+        start -= start % mmap.PAGESIZE
+        length = min(num_bytes, self.num_bytes - start)
+        return int(_libc().madvise(self._address + start, length, _MADV_POPULATE_WRITE)) == 0
+
     def open_read_only(self) -> int:
         """A new descriptor of the same memory that cannot be mapped for writing. The caller closes it."""
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -122,6 +134,17 @@ class BlockMemory:
     def view(self) -> memoryview:
         """All blocks, as writable bytes."""
         return self._region.view
+
+    def touch_all(self, stop: Callable[[], bool]) -> bool:
+        """Takes the page faults of all blocks, part by part, until `stop`: for a thread of its own, while others use
+        the memory already. False: the system would not give that much. Must have returned before `close`.
+        """
+        for start in range(0, self.num_bytes, _TOUCH_BYTES):
+            if stop():
+                return True
+            if not self._region.touch(start, _TOUCH_BYTES):
+                return False
+        return True
 
     def block(self, block_id: int) -> memoryview:
         """The bytes of one block, writable.
@@ -179,6 +202,13 @@ class SharedGenerations:
     def close(self) -> None:
         """Idempotent. The table lasts as long as somebody holds it."""
         self._region.close()
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
 
 
 def _advise(region: mmap.mmap, advice: int) -> bool:

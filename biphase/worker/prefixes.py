@@ -7,7 +7,7 @@ attempt: the engine computes what did not arrive.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from biphase.rpc.v1 import blocks_pb2, blocks_pb2_grpc
 from biphase.telemetry.events import event_logger
 from biphase.transfer.channels import ReadRequest
 from biphase.transfer.endpoint import Endpoint
+from biphase.transfer.peer import PeerStats
 from biphase.transfer.reader import BlockReader
 from biphase.worker.identity import WorkerIdentity
 from biphase.worker.reads import HeldLease, reads_ended
@@ -36,6 +37,25 @@ _LEASE_CALL_SECONDS = 2.0
 _FETCH_OVERHEAD_SECONDS = 0.005
 # Assumed until a peer's speed has been measured.
 _ASSUMED_BYTES_PER_SECOND = 1e9
+# Less says more about the overhead than about the speed.
+_TELLING_BYTES = 8 * 2**20
+
+
+def reading_seconds(num_bytes: Mapping[str, int], peers: Iterable[PeerStats]) -> float:
+    """What reading so much from each of these nodes will take, one after the other, by what is known of their speed.
+
+    That is what they delivered so far, if it was enough to tell; else what the handshake measured.
+    """
+    speeds: dict[str, float] = {}
+    for peer in peers:
+        if peer.num_bytes >= _TELLING_BYTES and peer.seconds:
+            speeds[peer.node_id] = peer.num_bytes / peer.seconds
+        elif peer.gigabytes_per_second:
+            speeds.setdefault(peer.node_id, peer.gigabytes_per_second * 1e9)
+    return sum(
+        size / speeds.get(node_id, _ASSUMED_BYTES_PER_SECOND) + _FETCH_OVERHEAD_SECONDS
+        for node_id, size in num_bytes.items()
+    )
 
 
 class PrefixIndex(Protocol):
@@ -111,7 +131,7 @@ class PrefixFetcher:
         parts = self._parts(request.block_hashes[num_own:usable], num_own)
         if not parts:
             return None
-        if not self._is_faster(parts[-1].end_block - num_own):
+        if not self._is_faster(parts, num_own):
             self.counts.num_not_worth_it += 1
             return None
         return PrefixPlan(parts)
@@ -131,12 +151,18 @@ class PrefixFetcher:
             else:
                 return tuple(parts)
 
-    def _is_faster(self, num_blocks: int) -> bool:
+    def _is_faster(self, parts: Sequence[PrefixPart], first: int) -> bool:
+        """Whether reading blocks from `first` to the end of the parts takes less time than computing them."""
         rate = self.engine.stats().prefill_tokens_per_second
         if not rate:
             return True
-        read = num_blocks * self.identity.layout.block_bytes / _ASSUMED_BYTES_PER_SECOND + _FETCH_OVERHEAD_SECONDS
-        return read < num_blocks * self.manager.block_size / rate
+        num_bytes: dict[str, int] = {}
+        start = first
+        for part in parts:
+            size = (part.end_block - start) * self.identity.layout.block_bytes
+            num_bytes[part.node.node_id] = num_bytes.get(part.node.node_id, 0) + size
+            start = part.end_block
+        return reading_seconds(num_bytes, self.reader.peers()) < (start - first) * self.manager.block_size / rate
 
     async def load(self, request: Request, plan: PrefixPlan, reserved: Reserved) -> None:
         """Fills the reserved blocks as far as the plan's nodes deliver, and lets the engine run the request.

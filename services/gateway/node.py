@@ -21,13 +21,15 @@ class Node:
     """`info` is None until the process has answered once."""
 
     __slots__ = (
+        "_failed_probes",
         "_info",
+        "_leaving",
+        "_refused",
         "_status",
         "address",
         "block_size",
-        "failed_probes",
         "incarnation",
-        "leaving",
+        "is_ready",
         "max_num_batched_tokens",
         "max_num_seqs",
         "namespace",
@@ -35,7 +37,6 @@ class Node:
         "num_in_flight",
         "num_prefill_tokens_in_flight",
         "num_prefill_tokens_waiting",
-        "refused",
         "role",
         "suspended_until",
         "view",
@@ -45,17 +46,19 @@ class Node:
         self, address: str, info: node_pb2.NodeInfo | None = None, status: node_pb2.NodeStatus | None = None
     ) -> None:
         self.address = address
-        self.failed_probes = 0
+        # What is asked of every node at every decision, kept when one of the next five changes.
+        self.is_ready = False
+        self._failed_probes = 0
+        self._refused = ""
+        self._leaving = False
+        self._info: node_pb2.NodeInfo | None = None
+        self._status = node_pb2.NodeStatus()
         self.suspended_until = 0.0
         # Sequences this gateway has running there, and their uncached prompt tokens still to be computed there.
         self.num_in_flight = 0
         self.num_prefill_tokens_in_flight = 0
         # Of prompts that wait in this gateway for this node and no other, since it has their beginning.
         self.num_prefill_tokens_waiting = 0
-        # Why it gets no work whatever its state; "" when there is no reason.
-        self.refused = ""
-        # The registry says that it is on its way out.
-        self.leaving = False
         self.view = NodeView("")
         self.info = info
         self.status = status or node_pb2.NodeStatus()
@@ -76,6 +79,7 @@ class Node:
         self.max_num_seqs = known.max_num_seqs or 1
         self.max_num_batched_tokens = known.max_num_batched_tokens or 1
         self.view.incarnation = known.incarnation
+        self._judge()
 
     @property
     def status(self) -> node_pb2.NodeStatus:
@@ -89,14 +93,50 @@ class Node:
         view.used_block_share = status.num_used_blocks / status.num_blocks if status.num_blocks else 0.0
         view.prefill_tokens_per_second = status.prefill_tokens_per_second
         self._count()
+        self._judge()
+
+    @property
+    def failed_probes(self) -> int:
+        """In a row."""
+        return self._failed_probes
+
+    @failed_probes.setter
+    def failed_probes(self, count: int) -> None:
+        self._failed_probes = count
+        self._judge()
+
+    @property
+    def refused(self) -> str:
+        """Why it gets no work whatever its state; "" when there is no reason."""
+        return self._refused
+
+    @refused.setter
+    def refused(self, reason: str) -> None:
+        self._refused = reason
+        self._judge()
+
+    @property
+    def leaving(self) -> bool:
+        """The registry says that it is on its way out."""
+        return self._leaving
+
+    @leaving.setter
+    def leaving(self, leaving: bool) -> None:
+        self._leaving = leaving
+        self._judge()
+
+    def _judge(self) -> None:
+        self.is_ready = self._info is not None and self.state == "ready"
 
     def _count(self) -> None:
         # The status is up to a second old; what this gateway gave since then counts too.
         status, view = self._status, self.view
         view.num_running = max(status.num_running + status.num_waiting_for_remote_kv, self.num_in_flight)
+        view.num_prefill_tokens_in_flight = self.num_prefill_tokens_in_flight
         view.num_queued_prefill_tokens = (
             max(status.num_queued_prefill_tokens, self.num_prefill_tokens_in_flight) + self.num_prefill_tokens_waiting
         )
+        view.weigh()
 
     def give_sequence(self) -> None:
         """One more sequence of this gateway runs there."""
@@ -107,14 +147,22 @@ class Node:
         self.num_in_flight -= 1
         self._count()
 
-    def give_prefill(self, num_tokens: int) -> None:
+    def give_prefill(self, num_tokens: int, now: float = 0.0) -> None:
         """So many uncached prompt tokens more are to be computed there."""
+        if not self.num_prefill_tokens_in_flight:
+            self.view.prefill_since = now
         self.num_prefill_tokens_in_flight += num_tokens
         self.view.num_tokens_given += num_tokens
         self._count()
 
-    def take_prefill_back(self, num_tokens: int) -> None:
+    def take_prefill_back(self, num_tokens: int, now: float = 0.0) -> None:
+        self.view.prefill_since = now
         self.num_prefill_tokens_in_flight = max(0, self.num_prefill_tokens_in_flight - num_tokens)
+        self._count()
+
+    def fade_given(self, share: float) -> None:
+        """Lets what it was given count for less."""
+        self.view.num_tokens_given *= share
         self._count()
 
     def expect_prefill(self, num_tokens: int) -> None:
@@ -137,7 +185,7 @@ class Node:
 
     def is_usable(self, now: float) -> bool:
         """Whether new work may go there."""
-        return now >= self.suspended_until and self._info is not None and self.state == "ready"
+        return self.is_ready and now >= self.suspended_until
 
     def suspend(self) -> None:
         """A call to it failed: leave it alone until it has answered a probe, or for a moment."""

@@ -157,7 +157,11 @@ class NodeDirectory:
         return [
             node
             for node in self._nodes.values()
-            if node.role == role and node.is_usable(now) and namespace in (None, node.namespace)
+            # At every decision, of every node: `is_usable`, without the calls.
+            if node.role == role
+            and node.is_ready
+            and node.suspended_until <= now
+            and namespace in (None, node.namespace)
         ]
 
     def ready_lately(self, role: str) -> list[node_pb2.NodeInfo]:

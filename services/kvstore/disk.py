@@ -21,7 +21,14 @@ from typing import Protocol
 from biphase.request import BlockHash
 from biphase.telemetry.events import event_logger
 from biphase.transfer.layout import KVLayout
-from services.kvstore.diskfile import HEADER_BYTES, BadBlockFileError, read_block, write_block
+from services.kvstore.diskfile import (
+    HEADER_BYTES,
+    BadBlockFileError,
+    left_behind,
+    path_of,
+    read_block,
+    write_block,
+)
 
 log = event_logger(__name__)
 
@@ -131,6 +138,17 @@ class DiskTier:
             room = 0 if self._closing else _MAX_WANTED - len(self._wanted)
             self.counts.num_skipped += max(0, len(missing) - room)
             self._wanted.extend((block_hash, tenant) for block_hash in missing[-room:] if room > 0)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Forgets all blocks, also those that wait to be written."""
+        with self._changed:
+            self._wanted.clear()
+            cleared = list(self._entries)
+            self._entries.clear()
+            self._deletes.extend(cleared)
+            for block_hash in cleared:
+                self._listener.off_disk(block_hash)
             self._changed.notify_all()
 
     def read(self, block_hash: BlockHash, into: memoryview) -> bool:
@@ -253,7 +271,12 @@ class DiskTier:
         """Lists what an earlier life left here and is still whole, last used first."""
         start = time.monotonic()
         buffer = memoryview(bytearray(self._layout.block_bytes))
-        for path in self._left_behind():
+        left = left_behind(self._folder)
+        for path in left.unfinished:
+            # Whoever wrote it did not live to finish; this life starts with its first write after this scan or writes
+            # another name.
+            self._unlink_part(path)
+        for path in left.blocks:
             if self._closing:
                 return
             block_hash = BlockHash(bytes.fromhex(path.name))
@@ -287,20 +310,6 @@ class DiskTier:
                 seconds=time.monotonic() - start,
             )
 
-    def _left_behind(self) -> list[Path]:
-        found: list[tuple[float, Path]] = []
-        for path in self._folder.glob("??/*"):
-            if path.suffix == ".part":
-                # Whoever wrote it did not live to finish; this life starts with its first write after this scan or
-                # writes another name.
-                self._unlink_part(path)
-            elif _is_block_name(path.name):
-                try:
-                    found.append((path.stat().st_mtime, path))
-                except OSError:
-                    continue
-        return [path for _, path in sorted(found, reverse=True)]
-
     def _unlink_part(self, path: Path) -> None:
         with self._lock:
             writing = self._writing
@@ -315,8 +324,7 @@ class DiskTier:
     # ---- odds and ends
 
     def _path(self, block_hash: BlockHash) -> Path:
-        name = block_hash.hex()
-        return self._folder / name[:2] / name
+        return path_of(self._folder, block_hash)
 
     def _corrupt(self, block_hash: BlockHash, error: BadBlockFileError) -> None:
         with self._lock:
@@ -327,7 +335,3 @@ class DiskTier:
         with self._lock:
             self.counts.num_failed += 1
         log.warning("disk_failed", during=what, reason=error.strerror or str(error))
-
-
-def _is_block_name(name: str) -> bool:
-    return len(name) == 64 and all(c in "0123456789abcdef" for c in name)

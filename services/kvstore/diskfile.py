@@ -1,7 +1,7 @@
 """One block in one file: header, payload, checksums.
 
-Owns the form of the file and how it is written so that a reader sees all of it or notices. Owns no folder and no
-policy (disk.py). There is no fsync: after a power cut a file may be torn, and then its checksum says so.
+Owns the form of the file, its name, and how it is written so that a reader sees all of it or notices. Owns no policy
+(disk.py). There is no fsync: after a power cut a file may be torn, and then its checksum says so.
 """
 
 from __future__ import annotations
@@ -43,6 +43,34 @@ class BlockFile:
         assert len(tenant) <= _MAX_TENANT_BYTES, "a tenant is named by a digest"
         fields = _FIELDS.pack(_MAGIC, self.num_payload_bytes, self.block_hash, self.namespace, tenant, self.payload_sum)
         return (fields + _HEADER_SUM.pack(xxhash.xxh3_64_intdigest(fields))).ljust(HEADER_BYTES, b"\0")
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """Files of an earlier life. `blocks`: last used first."""
+
+    blocks: list[Path]
+    unfinished: list[Path]
+
+
+def path_of(folder: Path, block_hash: BlockHash) -> Path:
+    name = block_hash.hex()
+    return folder / name[:2] / name
+
+
+def left_behind(folder: Path) -> LeftBehind:
+    """What stands in the folder, by its names; whether it is whole is another question."""
+    found: list[tuple[float, Path]] = []
+    unfinished: list[Path] = []
+    for path in folder.glob("??/*"):
+        if path.suffix == ".part":
+            unfinished.append(path)
+        elif len(path.name) == 64 and all(c in "0123456789abcdef" for c in path.name):
+            try:
+                found.append((path.stat().st_mtime, path))
+            except OSError:
+                continue
+    return LeftBehind([path for _, path in sorted(found, reverse=True)], unfinished)
 
 
 def write_block(path: Path, block_hash: BlockHash, namespace: bytes, tenant: str, payload: memoryview) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
@@ -121,11 +122,14 @@ class Region:
         self.intake = Intake(self.residency, self.reader, self.disk, self.arrivals, settings.transfer_timeout_seconds)
         most = settings.max_promoted_blocks or max(1, _PROMOTED_BYTES // layout.block_bytes)
         self._max_promoted = min(most, max(1, num_blocks // 2))
+        self._closing = False
+        self._touching = threading.Thread(target=self._touch_memory, name="touch-memory", daemon=True)
         self._publishing: set[asyncio.Task[None]] = set()
         self._reading_ahead: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begins to publish."""
+        """Begins to publish, and to take the memory's page faults before an offer has to."""
+        self._touching.start()
         if self.holdings.publisher is not None:
             _spawn(self.holdings.publisher.run(), self._publishing)
 
@@ -251,7 +255,15 @@ class Region:
         self.pool.acquire([block_id])
         return self.memory.block(block_id), functools.partial(self.pool.release, [block_id])
 
+    def _touch_memory(self) -> None:
+        began = time.monotonic()
+        if not self.memory.touch_all(lambda: self._closing):
+            log.warning("memory_not_touched", consequence="there may be less memory than --capacity")
+        log.debug("memory_touched", num_bytes=self.memory.num_bytes, seconds=time.monotonic() - began)
+
     def _close_threads(self, disk_timeout_seconds: float) -> None:
+        self._closing = True
+        self._touching.join()
         self.reader.close()
         self.server.close()
         if self.disk is not None:

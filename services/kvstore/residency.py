@@ -110,6 +110,14 @@ class Residency:
                     self.pool.commit(block_id, block_hash)
             self.pool.release([block_id for block_id, _ in blocks])
 
+    def clear(self) -> bool:
+        """Forgets every block that nobody holds. Whether none are left."""
+        with self.pool.lock:
+            for block_id, _ in self.pool.oldest_cached(self.pool.num_blocks):
+                self._disown(block_id)
+            self.pool.drop_cached()
+            return not self.pool.num_used
+
     def num_blocks_of(self, tenant: str) -> int:
         return len(self._blocks_of.get(tenant, ()))
 

@@ -94,6 +94,10 @@ class BlockStore:
                 await self._make_room(layout)
             return self._open(layout)
 
+    def reset(self) -> bool:
+        """Forgets every block, in memory and on disk, that nobody reads or writes just now. Whether none are left."""
+        return all([region.reset() for region in self.regions])
+
     async def close(self, disk_timeout_seconds: float) -> None:
         for region in self.regions:
             await region.close(disk_timeout_seconds)

@@ -83,6 +83,17 @@ def test_populated_memory_is_resident() -> None:
     memory.close()
 
 
+def test_touching_makes_it_resident_and_changes_nothing() -> None:
+    memory = BlockMemory(5, 8 * 2**20)
+    memory.block(4)[-3:] = b"end"
+    assert memory.touch_all(lambda: True)
+    assert os.fstat(memory.fd).st_blocks * 512 < memory.num_bytes
+    assert memory.touch_all(lambda: False)
+    assert os.fstat(memory.fd).st_blocks * 512 == memory.num_bytes
+    assert bytes(memory.block(4)[-3:]) == b"end" and not any(memory.block(0)[:4096])
+    memory.close()
+
+
 def test_generations_behave_like_an_array() -> None:
     generations = SharedGenerations(3)
     plain = array("Q", [0, 0, 0])
