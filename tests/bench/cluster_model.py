@@ -1,9 +1,10 @@
 """A cluster in virtual time: prefill and decode workers, a block store and an index, under the gateway's own routing.
 
-The router, its policies, expected prefixes, the waiting line and the index view are the very classes that serve. What
-is modelled is what lies behind them: how long workers compute, read and decode, and which blocks their LRU caches hold.
-A prefill worker takes its prompts in turn. It reads what others hold and it does not, where the index says so, and
-computes the rest at a fixed rate. Decode steps take longer the more sequences run. Owns no trace and no figures.
+The router, its policies, nodes and their directory, expected prefixes, the waiting line and the index view are the very
+classes that serve. What is modelled is what lies behind them: how long workers compute, read and decode, and which
+blocks their LRU caches hold. A prefill worker takes its prompts in turn. It reads what others hold and it does not,
+where the index says so, and computes the rest at a fixed rate. Decode steps take longer the more sequences run. Owns no
+trace and no figures.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from biphase.errors import UnavailableError
 from biphase.index.events import IndexEvent
 from biphase.index.view import IndexView
 from biphase.request import BlockHash, NodeId
+from biphase.rpc.client import ChannelPool
 from biphase.rpc.v1 import common_pb2, node_pb2
 from services.gateway.node import Node
+from services.gateway.nodes import NodeDirectory
 from services.gateway.routing.policies import policy_named
 from services.gateway.routing.router import Placement, Router, Ticket
 from services.gateway.routing.speculation import SpeculativeHolders
@@ -110,14 +113,12 @@ class _Worker:
     num_running: int = 0
 
 
-class _Pools:
-    """The router's directory: everybody is always well."""
+class _Pools(NodeDirectory):
+    """The gateway's own directory. Nobody is probed: everybody is always well."""
 
-    def __init__(self, nodes: dict[str, list[Node]]) -> None:
-        self._nodes = nodes
-
-    def usable(self, role: str, *, namespace: bytes | None = None) -> list[Node]:
-        return self._nodes[role]
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        super().__init__(ChannelPool())
+        self._nodes = {node.incarnation: node for node in nodes}
 
 
 class _Index:
@@ -143,12 +144,8 @@ class ClusterModel:
         self.decodes = [self._worker("decode", place) for place in range(sizes.num_decodes)]
         self._by_name = {worker.node.incarnation: worker for worker in (*self.prefills, *self.decodes)}
         self.store = _Cache(self, "store", sizes.store_tokens // sizes.block_size) if sizes.store_tokens else None
-        pools = {
-            "prefill": [worker.node for worker in self.prefills],
-            "decode": [worker.node for worker in self.decodes],
-        }
         self.router = Router(
-            _Pools(pools),
+            _Pools(worker.node for worker in self._by_name.values()),
             policy_named(policy),
             speculation=SpeculativeHolders(lifetime_seconds=10.0, clock=lambda: self.now),
             index=_Index(self.view),

@@ -9,6 +9,8 @@ output_length, hash_ids (one for each 512 input tokens; the same id is the same 
 `--load` is the prefill pool's load if nothing were cached: time is compressed or stretched until the trace makes it,
 so that each cluster size is equally busy. Compressed far, a conversation's next turn comes before its last one has
 ended; `--copies` fills a large cluster with more users instead. `infinite`: hit rate of one cache that never forgets.
+`imbalance`: the busiest prefill worker's time over the mean; `grain`: the longest prompt's time over the mean, which is
+how far apart even the best balance may end.
 `--decisions` measures the processor time of one decision, with so many blocks indexed.
 """
 
@@ -82,6 +84,19 @@ def infinite_hit_rate(jobs: Sequence[Job]) -> float:
     return hits / sum(job.num_tokens for job in jobs)
 
 
+def floor_seconds(jobs: Sequence[Job], sizes: Sizes) -> list[float]:
+    """TTFT of each job, shortest first, on an idle worker that has all there is to have: no policy does better."""
+    seen: set[BlockHash] = set()
+    times = []
+    for job in jobs:
+        usable = job.hashes[: (job.num_tokens - 1) // BLOCK_TOKENS]
+        hits = next((place for place, block_hash in enumerate(usable) if block_hash not in seen), len(usable))
+        computed = job.num_tokens - hits * BLOCK_TOKENS
+        times.append(computed / sizes.prefill_tokens_per_second + sizes.overhead_seconds)
+        seen.update(job.hashes)
+    return sorted(times)
+
+
 def at_load(jobs: Sequence[Job], sizes: Sizes, load: float) -> list[Job]:
     """The same jobs, in the time in which they make this load."""
     num_tokens = sum(job.num_tokens for job in jobs)
@@ -96,10 +111,13 @@ def figures(jobs: Sequence[Job], cluster: ClusterModel) -> dict[str, float]:
     num_tokens = sum(job.num_tokens for job in jobs)
     ttft = sorted(job.ttft_seconds for job in jobs)
     busy = [worker.busy_seconds for worker in cluster.prefills]
+    longest = max(job.num_tokens - job.num_cached_tokens - job.num_fetched_tokens for job in jobs)
     return {
         "hit_rate": sum(job.num_cached_tokens + job.num_fetched_tokens for job in jobs) / num_tokens,
         "own_hit_rate": sum(job.num_cached_tokens for job in jobs) / num_tokens,
         "imbalance": max(busy) / (sum(busy) / len(busy)),
+        # The longest prompt's share of a worker's time: whoever gets it last is behind by so much.
+        "grain": longest / cluster.sizes.prefill_tokens_per_second / (sum(busy) / len(busy)),
         "ttft_mean": sum(ttft) / len(ttft),
         "ttft_p50": ttft[len(ttft) // 2],
         "ttft_p99": ttft[len(ttft) * 99 // 100],
@@ -175,8 +193,12 @@ def main() -> None:
         parser.error("--trace is needed")
     trace = copies_of(read_trace(given.trace, given.limit), given.copies)
     infinite = infinite_hit_rate(trace)
-    print(f"{len(trace)} requests, infinite-cache hit rate {infinite:.3f}, load {given.load}")
-    print("workers policy        hit   of infinite  own   imbalance  TTFT mean   p50     p99 s   run s")
+    floor = floor_seconds(trace, Sizes(1, 1))
+    print(
+        f"{len(trace)} requests, infinite-cache hit rate {infinite:.3f}, load {given.load}; TTFT alone with everything "
+        f"cached: mean {sum(floor) / len(floor):.3f}, p99 {floor[len(floor) * 99 // 100]:.3f} s"
+    )
+    print("workers policy        hit   of infinite  own   imbalance (grain)  TTFT mean   p50     p99 s   run s")
     for num_workers in map(int, given.workers.split(",")):
         sizes = Sizes(
             num_workers // 2,
@@ -191,8 +213,9 @@ def main() -> None:
             row = replay(at_load(trace, sizes, given.load), sizes, policy)
             print(
                 f"{num_workers:7d} {policy:12s} {row['hit_rate']:.3f}  {row['hit_rate'] / infinite:11.3f} "
-                f"{row['own_hit_rate']:.3f} {row['imbalance']:10.3f} {row['ttft_mean']:10.3f} {row['ttft_p50']:7.3f} "
-                f"{row['ttft_p99']:8.3f} {time.perf_counter() - started:7.1f}",
+                f"{row['own_hit_rate']:.3f} {row['imbalance']:10.3f} ({row['grain']:.3f}) "
+                f"{row['ttft_mean']:10.3f} {row['ttft_p50']:7.3f} {row['ttft_p99']:8.3f} "
+                f"{time.perf_counter() - started:7.1f}",
                 flush=True,
             )
 

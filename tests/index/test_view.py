@@ -195,3 +195,45 @@ def test_random_operations_against_plain_sets() -> None:
             pass
         view.check_integrity()
         assert view.num_entries == len(set().union(*truth.values()))
+
+
+def test_leading_blocks_by_life() -> None:
+    view = IndexView()
+    view.apply(event(A, 1, stored=range(100)))
+    view.apply(event(B, 1, stored=range(70), incarnation="b1"))
+    chain = [h(n) for n in range(150)]
+    assert view.leading_blocks(chain) == {"one": 100, "b1": 70}
+    assert view.leading_blocks(chain[:10]) == {"one": 10, "b1": 10}
+    assert view.leading_blocks(chain[69:75]) == {"one": 6, "b1": 1}
+    assert view.leading_blocks(chain[100:]) == view.leading_blocks([]) == {}
+    view.apply(event(B, 1, stored=range(3), incarnation="b2"))
+    assert view.leading_blocks(chain) == {"one": 100, "b2": 3}
+    view.void(A)
+    assert view.leading_blocks(chain) == {"b2": 3}
+
+
+def test_leading_blocks_of_holders_without_gaps_are_exact() -> None:
+    rng = random.Random(5)
+    chain = [h(n) for n in range(1700)]
+    # Where samples and parts begin, and just beside.
+    edges = [1, 2, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 1535, 1536, 1537, 1698, 1699, 1700]
+    for _ in range(60):
+        view = IndexView()
+        lengths = {f"n{n}": rng.choice([rng.choice(edges), rng.randrange(1, 1700)]) for n in range(rng.randrange(1, 9))}
+        for name, length in lengths.items():
+            view.apply(event(NodeId(name), 1, stored=range(length), incarnation=name))
+        asked = rng.choice([1700, rng.randrange(1, 1700)])
+        assert view.leading_blocks(chain[:asked]) == {name: min(length, asked) for name, length in lengths.items()}
+
+
+def test_leading_blocks_end_at_a_gap_that_a_sample_meets() -> None:
+    rng = random.Random(6)
+    chain = [h(n) for n in range(1100)]
+    for _ in range(40):
+        view, start, width = IndexView(), rng.randrange(1, 900), rng.randrange(1, 150)
+        view.apply(event(A, 1, stored=[n for n in range(1100) if not start <= n < start + width], incarnation="a"))
+        view.apply(event(B, 1, stored=range(1100), incarnation="b"))
+        found = view.leading_blocks(chain)
+        assert found["b"] == 1100
+        # Never less than the truth, and wrong only for gaps of fewer than 64 blocks.
+        assert found["a"] == start or (width < 64 and found["a"] == 1100)

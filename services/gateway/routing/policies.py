@@ -7,51 +7,51 @@ from heapq import nsmallest
 
 from services.gateway.routing.policy import Decision, NodeView, RouteRequest, RoutingPolicy
 
-# Before a node has measured itself. Only ratios between nodes matter then, and these are equal for all.
-_DEFAULT_PREFILL_RATE = 2000.0
 # Tokens' worth of KV read from another node per second, as seen by a request: transfer hides under compute.
 _FETCH_RATE_FACTOR = 20.0
-# What one more running sequence costs a decode worker, and a full block pool, in seconds.
-_RUNNING_SECONDS = 0.002
-_WAITING_SECONDS = 0.05
-_FULL_POOL_SECONDS = 2.0
+# A second of work counts as so many of waiting.
+_WORK_WEIGHT = 1.25
 # Costs that differ by less are equal.
 _SAME_SECONDS = 1e-6
 # Prefill workers a request is given to try.
 MAX_PREFILL_CANDIDATES = 3
 
 
+def work_tokens(request: RouteRequest, incarnation: str) -> float:
+    """What the prompt costs a node, in tokens to compute: reading one counts as a small part of computing it."""
+    own, readable = request.num_cached_tokens(incarnation), request.num_fetchable_tokens
+    return request.num_tokens - max(own, readable - (readable - own) / _FETCH_RATE_FACTOR)
+
+
 def prefill_costs_seconds(nodes: Sequence[NodeView], request: RouteRequest) -> list[float]:
-    """Computing what is cached nowhere, behind what is queued, and reading what others hold."""
-    held, size, fetchable = request.num_cached_blocks.get, request.block_size, request.num_fetchable_tokens
-    if not fetchable:
-        num_tokens = request.num_tokens
-        return [
-            (num_tokens - held(node.incarnation, 0) * size + node.num_queued_prefill_tokens)
-            / (node.prefill_tokens_per_second or _DEFAULT_PREFILL_RATE)
-            for node in nodes
-        ]
-    # Nobody holds more than what can be fetched.
-    work = request.num_tokens - fetchable + fetchable / _FETCH_RATE_FACTOR
-    own = size / _FETCH_RATE_FACTOR
+    """Computing what is cached nowhere, behind what is queued, and reading what others hold; and a little for having
+    been given much lately, so that of nodes that are nearly as good none is chosen for ever.
+
+    Work counts for more than the time it takes, as it keeps the node from others: rather than to compute a second time
+    what a node is just computing, a prompt waits for that node a little longer than it would have to elsewhere.
+    """
+    held, now, num_tokens = request.num_cached_blocks.get, request.now, request.num_tokens
+    # Of `work_tokens`, what is the same for all, worked out once.
+    size, readable = request.block_size, request.num_fetchable_tokens
+    read = readable - readable / _FETCH_RATE_FACTOR
     return [
-        (work - held(node.incarnation, 0) * own + node.num_queued_prefill_tokens)
-        / (node.prefill_tokens_per_second or _DEFAULT_PREFILL_RATE)
+        (
+            num_tokens
+            - (own if (own := held(node.incarnation, 0) * size) >= readable else read + own / _FETCH_RATE_FACTOR)
+        )
+        * node.seconds_per_token
+        * _WORK_WEIGHT
+        + (node.least_wait_seconds if (wait := node.prefilled_at - now) < node.least_wait_seconds else wait)
         for node in nodes
     ]
 
 
 def decode_costs_seconds(nodes: Sequence[NodeView], request: RouteRequest) -> list[float]:
     """Load in running and waiting requests and in blocks, and the tokens that must be moved there."""
-    held, size, num_tokens = request.num_cached_blocks.get, request.block_size, request.num_tokens
+    held, num_tokens = request.num_cached_blocks.get, request.num_tokens / _FETCH_RATE_FACTOR
+    size = request.block_size / _FETCH_RATE_FACTOR
     return [
-        node.num_running * _RUNNING_SECONDS
-        + node.num_waiting * _WAITING_SECONDS
-        # A pool that is nearly full will preempt; half full is no reason to avoid it.
-        + node.used_block_share**4 * _FULL_POOL_SECONDS
-        + (num_tokens - held(node.incarnation, 0) * size)
-        / ((node.prefill_tokens_per_second or _DEFAULT_PREFILL_RATE) * _FETCH_RATE_FACTOR)
-        for node in nodes
+        node.load_seconds + (num_tokens - held(node.incarnation, 0) * size) * node.seconds_per_token for node in nodes
     ]
 
 
@@ -141,10 +141,7 @@ class LeastLoadedPolicy:
     def choose(self, request: RouteRequest, decodes: Sequence[NodeView], prefills: Sequence[NodeView]) -> Decision:
         loads = [float(node.num_running + node.num_waiting) for node in decodes]
         best = self._decode_ties.cheapest(decodes, loads)
-        queues = [
-            node.num_queued_prefill_tokens / (node.prefill_tokens_per_second or _DEFAULT_PREFILL_RATE)
-            for node in prefills
-        ]
+        queues = [node.num_queued_prefill_tokens * node.seconds_per_token for node in prefills]
         order = self._prefill_ties.candidates(prefills, queues)
         chosen = tuple(prefills[place].incarnation for place in order)
         return Decision(decodes[best].incarnation, chosen, "least_loaded", {"decode_load": loads[best]})

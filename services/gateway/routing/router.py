@@ -15,7 +15,7 @@ from biphase.cache.hashing import extend_block_hashes, root_hash
 from biphase.request import BlockHash
 from biphase.telemetry.events import event_logger
 from services.gateway.node import Node
-from services.gateway.routing.policies import MAX_PREFILL_CANDIDATES
+from services.gateway.routing.policies import MAX_PREFILL_CANDIDATES, work_tokens
 from services.gateway.routing.policy import Decision, PrefixHolders, RouteRequest, RoutingPolicy
 from services.gateway.routing.speculation import SpeculativeHolders
 
@@ -23,6 +23,8 @@ log = event_logger(__name__)
 
 # Steps of work that a prefill worker may have waiting before no more is sent to it.
 _BACKLOG_STEPS = 2
+# What a node was given counts half as much after about a minute.
+_FADE_SECONDS, _FADE = 5.0, 0.944
 # Decision.reason, and with it RequestReport.reason, of a prompt that decode prefills as no prefill worker was free.
 PREFILL_BUSY = "prefill_busy"
 
@@ -63,18 +65,20 @@ class Placement:
         decode: Node,
         prefills: Sequence[Node],
         decision: Decision,
-        num_uncached: int,
+        num_work_tokens: int,
         freed: Callable[[Node], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decode = decode
         self.prefills = tuple(prefills)
         self.decision = decision
-        self._num_uncached = num_uncached if prefills else 0
+        self._num_work_tokens = num_work_tokens if prefills else 0
         self._freed = freed
+        self._clock = clock
         self._held = True
         decode.give_sequence()
         if prefills:
-            prefills[0].give_prefill(self._num_uncached)
+            prefills[0].give_prefill(self._num_work_tokens, clock())
 
     def prefilled(self, silent: Collection[str] = ()) -> None:
         """The first token is there: nothing waits at the prefill worker any more.
@@ -85,9 +89,9 @@ class Placement:
         for node in self.prefills:
             if node.incarnation in silent:
                 node.suspend()
-        if self._num_uncached:
-            self.prefills[0].take_prefill_back(self._num_uncached)
-            self._num_uncached = 0
+        if self._num_work_tokens:
+            self.prefills[0].take_prefill_back(self._num_work_tokens, self._clock())
+            self._num_work_tokens = 0
             self._freed(self.prefills[0])
 
     def release(self) -> None:
@@ -146,6 +150,7 @@ class Router:
         self._max_busy_local_tokens = max_busy_local_tokens
         self._observe = observe
         self._clock = clock
+        self._next_fade = 0.0
         # Called whenever a node can take more.
         self.on_freed: Callable[[Node], None] = lambda node: None
 
@@ -157,7 +162,7 @@ class Router:
     def num_uncached_tokens(self, ticket: Ticket) -> int:
         """The work this prompt makes, as far as caches are known."""
         for node in self._directory.usable("decode"):
-            held = self._held(ticket, node.namespace, node.block_size)
+            held, _ = self._held(ticket, node.namespace, node.block_size)
             return len(ticket.token_ids) - max(held.values(), default=0) * node.block_size
         return len(ticket.token_ids)
 
@@ -179,21 +184,30 @@ class Router:
         block_size = decodes[0].block_size
         prefills = self._directory.usable("prefill", namespace=namespace)
         num_tokens = len(ticket.token_ids)
-        held = self._held(ticket, namespace, block_size)
-        known = max(held.values(), default=0) * block_size
-        request = RouteRequest(ticket.request_id, num_tokens, held, block_size, known if self._fetches else 0)
-        busy = self._is_quicker_on_decode(prefills, num_tokens - known)
+        held, fetchable = self._held(ticket, namespace, block_size)
+        request = RouteRequest(
+            ticket.request_id,
+            num_tokens,
+            held,
+            block_size,
+            fetchable * block_size if self._fetches else 0,
+            self._clock(),
+        )
+        self._fade()
+        # What is only on its way would be computed again by a decode worker that is not told to wait for it.
+        present = fetchable if self._fetches else max((held.get(node.incarnation, 0) for node in decodes), default=0)
+        busy = self._is_quicker_on_decode(prefills, num_tokens - present * block_size)
         if busy:
             prefills = []
-        ready = [node for node in prefills if self.is_ready(node)]
-        if prefills and not ready:
+        if prefills and not any(map(self.is_ready, prefills)):
             return None
         decision = self._policy.choose(request, [node.view for node in decodes], [node.view for node in prefills])
         chosen = [_node(prefills, prefill) for prefill in decision.prefills]
         if chosen and not self.is_ready(chosen[0]):
             if self._policy.waits_for_best:
-                return Detour(chosen[0], num_tokens - request.num_cached_tokens(chosen[0].incarnation))
-            decision = self._policy.choose(request, [node.view for node in decodes], [node.view for node in ready])
+                return Detour(chosen[0], round(work_tokens(request, chosen[0].incarnation)))
+            ready = [node.view for node in prefills if self.is_ready(node)]
+            decision = self._policy.choose(request, [node.view for node in decodes], ready)
             chosen = [_node(prefills, prefill) for prefill in decision.prefills]
         if busy:
             decision = replace(decision, reason=PREFILL_BUSY)
@@ -202,8 +216,8 @@ class Router:
         chosen = chosen[:MAX_PREFILL_CANDIDATES]
         decode = _node(decodes, decision.decode)
         self._note(ticket, decode, chosen, decision, namespace, block_size)
-        uncached = num_tokens - max(request.num_cached_tokens(node.incarnation) for node in (decode, *chosen[:1]))
-        return Placement(decode, chosen, decision, uncached, self._free)
+        work = round(work_tokens(request, chosen[0].incarnation)) if chosen else 0
+        return Placement(decode, chosen, decision, work, self._free, self._clock)
 
     def _free(self, node: Node) -> None:
         self.on_freed(node)
@@ -224,19 +238,29 @@ class Router:
             return False
         return min(node.num_prefill_tokens_in_flight for node in prefills) > num_uncached
 
-    def _held(self, ticket: Ticket, namespace: bytes, block_size: int) -> Mapping[str, int]:
+    def _held(self, ticket: Ticket, namespace: bytes, block_size: int) -> tuple[Mapping[str, int], int]:
+        """Leading blocks by holder, those expected in a moment included, and how many somebody holds already."""
         hashes = ticket.hashes(namespace, block_size)
         expected = self._speculation.num_leading_blocks(hashes)
         if self._index is None:
-            return expected
+            return expected, 0
         known = self._index.num_leading_blocks(hashes)
+        longest = max(known.values(), default=0)
         if not expected:
-            return known
-        held = {**known, **expected}
-        for holder, length in known.items():
-            if length > held[holder]:
-                held[holder] = length
-        return held
+            return known, longest
+        held = dict(known)
+        get = held.get
+        held.update([item for item in expected.items() if item[1] > get(item[0], 0)])
+        return held, longest
+
+    def _fade(self) -> None:
+        """Lets what was given longer ago count for less."""
+        now = self._clock()
+        if now < self._next_fade:
+            return
+        self._next_fade = now + _FADE_SECONDS
+        for node in self._directory.usable("prefill"):
+            node.fade_given(_FADE)
 
     def _note(
         self,
@@ -248,9 +272,7 @@ class Router:
         block_size: int,
     ) -> None:
         hashes = ticket.hashes(namespace, block_size)
-        self._speculation.add(decode.incarnation, hashes)
-        if prefills:
-            self._speculation.add(prefills[0].incarnation, hashes)
+        self._speculation.add(hashes, decode.incarnation, *(node.incarnation for node in prefills[:1]))
         self._observe(decision)
         log.info(
             "routed",
