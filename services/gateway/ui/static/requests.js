@@ -60,11 +60,14 @@ export function showRequests(feed) {
   const now = feed.status.time;
   const active = [...(feed.status.active ?? [])].reverse();
   const all = [...active, ...feed.requests];
-  const rows = all.filter(wanted).slice(0, 200);
+  let rows = all.filter(wanted).slice(0, 200);
+  if (view.scale === "clock") rows = lately(rows);
   setText($("requests-note"), all.length ? `${rows.length === all.length ? format.plural(all.length, "request") : `${rows.length} of ${format.plural(all.length, "request")}`}, newest first` : "");
   const [axis, list, empty] = $("waterfall").children;
+  setAttr($("waterfall"), "data-scale", view.scale);
   axis.hidden = !rows.length;
   empty.hidden = rows.length > 0;
+  $("legend").hidden = !all.length;
   setText(empty, all.length ? "No request fits the filter." : "No request yet. Ask something in the chat, or send one to /v1/chat/completions.");
   const scale = scaleOf(rows, now);
   showAxis(axis.children[1], scale);
@@ -73,11 +76,20 @@ export function showRequests(feed) {
   if (lines.length && !lines.some((line) => line.tabIndex === 0)) lines[0].tabIndex = 0;
 }
 
+/** Those that were there in the last while before the newest ended: enough for a dozen of a usual length. */
+function lately(rows) {
+  const usual = format.quantile(rows.map((row) => row.seconds).sort((a, b) => a - b), 0.5) ?? 0;
+  const until = Math.max(...rows.map(endOf));
+  return rows.filter((row) => endOf(row) >= until - Math.max(5, 12 * usual));
+}
+
+const endOf = (row) => row.arrival_time + row.seconds;
+
 /** `from` and `length` in seconds: of the clock, or of each request's own time. */
 function scaleOf(rows, now) {
   if (view.scale === "clock") {
     const from = Math.min(...rows.map((row) => row.arrival_time), now);
-    const until = Math.max(...rows.map((row) => row.arrival_time + row.seconds), from + 0.1);
+    const until = Math.max(...rows.map(endOf), from + 0.1);
     return { clock: true, from, length: until - from, now };
   }
   const lengths = rows.map((row) => (view.scale === "first" ? (row.ttft_seconds ?? row.seconds) : row.seconds)).sort((a, b) => a - b);
@@ -90,7 +102,7 @@ function scaleOf(rows, now) {
 function showAxis(node, scale) {
   const step = niceStep(scale.length / Math.max(2, Math.min(8, node.clientWidth / 90)));
   const ticks = [];
-  for (let at = 0; at < scale.length; at += step) ticks.push(at);
+  for (let at = 0; at < scale.length * 0.95; at += step) ticks.push(at);
   const offset = scale.clock ? scale.length % step : 0;
   keyed(node, ticks, (at) => at, () => el("span"), (tick, at) => {
     tick.style.left = `${((at + offset) / scale.length) * 100}%`;
@@ -139,10 +151,10 @@ function updateRow(node, row, scale, now) {
       return part;
     }));
     setText(who.children[3], row.error_code ? format.words(row.error_code) : pathText(row));
-    setText(total, format.seconds(row.seconds));
     setAttr(line, "aria-label", `${SAID[kind]}, ${row.num_prompt_tokens} prompt tokens, ${row.num_output_tokens} output tokens, ${pathText(row)}, first token after ${format.seconds(row.ttft_seconds)}, ${format.seconds(row.seconds)} in all`);
     paint(track.firstChild, row);
   }
+  setText(total, format.seconds(view.scale === "first" ? row.ttft_seconds : row.seconds));
   setText(who.children[0], row.finish_reason ? format.age(now - row.arrival_time - row.seconds) : "now");
   const box = track.firstChild;
   const start = scale.clock ? row.arrival_time - scale.from : 0;
