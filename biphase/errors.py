@@ -46,8 +46,7 @@ _STATUS: dict[ErrorCode, tuple[str, int]] = {
     ErrorCode.TRANSFER_FAILED: ("UNAVAILABLE", 503),
     ErrorCode.MODEL_LOAD: ("FAILED_PRECONDITION", 503),
     ErrorCode.CONFIG: ("FAILED_PRECONDITION", 500),
-    # Not 501: clients try again after a 5xx, and this will not change.
-    ErrorCode.UNSUPPORTED: ("UNIMPLEMENTED", 400),
+    ErrorCode.UNSUPPORTED: ("UNIMPLEMENTED", 501),
     ErrorCode.INTERNAL: ("INTERNAL", 500),
 }
 

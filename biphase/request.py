@@ -77,6 +77,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     structured_output: StructuredOutput | None = None
 
     @property

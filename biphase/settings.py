@@ -72,6 +72,13 @@ def positive_seconds(text: str) -> float:
     return value
 
 
+def non_negative_seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("must be a number of seconds, 0 or more")
+    return value
+
+
 def fraction(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:

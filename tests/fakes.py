@@ -42,6 +42,7 @@ class FakeDecode:
     node_id: str = ""
     role: str = "decode"
     namespace: bytes = NAMESPACE
+    family: bytes = b""
     vocab_size: int = 49152
     tokenizer_digest: str = ""
     max_model_len: int = 2048
@@ -59,6 +60,9 @@ class FakeDecode:
     state: str = "ready"
     report: common_pb2.RequestReport = field(default_factory=common_pb2.RequestReport)
     seen: list[Seen] = field(default_factory=list)
+    # How often it was told to forget its cache, and whether it can.
+    num_resets: int = 0
+    keeps_cache: bool = False
     incarnation: str = ""
     address: str = ""
     _server: RpcServer | None = None
@@ -101,7 +105,9 @@ class _Node(node_pb2_grpc.NodeServicer):
             pid=4242,
             address=fake.address,
             version="0.0.0",
-            layout=common_pb2.KVLayout(namespace=fake.namespace, kv_dtype="float32", block_size_tokens=BLOCK_SIZE),
+            layout=common_pb2.KVLayout(
+                namespace=fake.namespace, family=fake.family, kv_dtype="float32", block_size_tokens=BLOCK_SIZE
+            ),
             model=node_pb2.ModelInfo(
                 model="fake",
                 served_names=["fake"],
@@ -125,6 +131,10 @@ class _Node(node_pb2_grpc.NodeServicer):
             prefill_tokens_per_second=1000.0,
             peers=[node_pb2.PeerTransport(node_id="prefill-x", transport="shm", gigabytes_per_second=5.0)],
         )
+
+    async def ResetCache(self, request: Any, context: Any) -> node_pb2.ResetCacheResponse:
+        self._fake.num_resets += 1
+        return node_pb2.ResetCacheResponse(is_empty=not self._fake.keeps_cache)
 
 
 class _Decode(decode_pb2_grpc.DecodeServicer):
@@ -173,7 +183,9 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
             if len(batch) == fake.tokens_per_message or finish is not None:
                 message = decode_pb2.GenerateResponse(token_ids=batch)
                 if sampling.HasField("logprobs"):
-                    message.logprobs.extend(fake_logprobs(token_id, sampling.logprobs) for token_id in batch)
+                    message.logprobs.extend(
+                        fake_logprobs(token_id, sampling.logprobs, sampling.logprob_token_ids) for token_id in batch
+                    )
                 if first:
                     message.report.CopyFrom(report)
                     if sampling.HasField("prompt_logprobs"):
@@ -195,11 +207,12 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
                 await asyncio.sleep(fake.delay_seconds)
 
 
-def fake_logprobs(token_id: int, count: int) -> common_pb2.TokenLogprobs:
-    """The token itself at -0.5, then itself and its successors as the likeliest."""
+def fake_logprobs(token_id: int, count: int, named: Sequence[int] = ()) -> common_pb2.TokenLogprobs:
+    """The token itself at -0.5, then itself and its successors as the likeliest, then the named ones."""
     others = [token_id + place for place in range(count)]
+    others += [other for other in named if other not in others]
     return common_pb2.TokenLogprobs(
-        token_ids=[token_id, *others], logprobs=[-0.5, *[-0.5 - place for place in range(count)]], rank=1
+        token_ids=[token_id, *others], logprobs=[-0.5, *[-0.5 - place for place in range(len(others))]], rank=1
     )
 
 

@@ -309,6 +309,33 @@ def test_zero_logprobs_give_the_token_alone() -> None:
     assert found[0].token_ids == (5,)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bans_that_leave_nothing_allowed_give_way(temperature: float) -> None:
+    logits = logits_of()
+    params = SamplingParams(
+        temperature=temperature,
+        allowed_token_ids=(7, 9),
+        bad_words=((7,), (9,)),
+        stop_token_ids=frozenset({9}),
+        min_tokens=3,
+    )
+    assert sample(logits, [row_of(params)], [0])[0].token_id in (7, 9)
+    # One ban leaves something.
+    one = replace(params, bad_words=((7,),), min_tokens=0)
+    assert sample(logits_of(), [row_of(one)], [0])[0].token_id == 9
+
+
+def test_named_tokens_stand_after_the_likeliest_each_once() -> None:
+    logits = logits_of(2)
+    order = logits[1].argsort(descending=True).tolist()
+    wanted = [order[0], order[7], 10**6, order[5]]
+    plain, named = token_logprobs(logits, torch.tensor([5, 6]), [1, 2], [(), wanted])
+    assert len(plain.token_ids) == 2
+    assert named.token_ids == (6, order[0], order[1], order[7], order[5])
+    expected = logits[1].log_softmax(-1)[list(named.token_ids)].tolist()
+    assert named.logprobs == pytest.approx(expected, abs=1e-5)
+
+
 def test_token_ids_out_of_the_vocabulary_are_ignored() -> None:
     params = SamplingParams(
         stop_token_ids=frozenset({10**6}),

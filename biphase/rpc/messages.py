@@ -26,6 +26,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
         bad_words=[common_pb2.TokenIds(token_ids=word) for word in sampling.bad_words],
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        logprob_token_ids=sampling.logprob_token_ids,
     )
     if sampling.structured_output is not None:
         asked = sampling.structured_output
@@ -60,6 +61,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        logprob_token_ids=tuple(message.logprob_token_ids),
         structured_output=structured,
     )
 

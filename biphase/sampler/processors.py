@@ -22,7 +22,7 @@ def apply(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Changes `logits` [num_rows, vocab_size] in place, contiguous float32.
 
     Order: allowed_token_ids, logit_bias, repetition, frequency and presence penalties, then bans and what the grammar
-    does not allow, which win over all.
+    does not allow, which win over all; but bans that leave none of allowed_token_ids give way to these.
     """
     # Looked at first: whether a grammar is complete decides on bans.
     masks = [(index, row.matcher, row.matcher.allowed()) for index, row in enumerate(rows) if row.matcher is not None]
@@ -31,6 +31,8 @@ def apply(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     bias_at: _Flat = []
     bias: list[npt.NDArray[np.float32]] = []
     banned: _Flat = []
+    # Rows with both, and where their allowed tokens are.
+    narrow: list[Tensor] = []
     penalised: list[tuple[int, SamplingRow]] = []
     for index, row in enumerate(rows):
         start = index * vocab_size
@@ -48,13 +50,19 @@ def apply(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
             banned.append(row.always_banned + start)
         if now := row.banned_now():
             banned.append(np.array(now, dtype=np.int64) + start)
+        if len(row.allowed) and (len(row.always_banned) or now):
+            narrow.append(allowed + start)
     if bias_at:
         at = _joined(bias_at, logits)
         flat[at] = flat[at] + _joined(bias, logits)
     if penalised:
         _penalise(flat, penalised)
     if banned:
+        before = [flat[at] for at in narrow]
         flat[_joined(banned, logits)] = float("-inf")
+        for at, values in zip(narrow, before, strict=True):
+            if torch.isneginf(flat[at].max()):
+                flat[at] = values
     for index, matcher, mask in masks:
         _restrict(logits[index], matcher, mask)
 

@@ -113,7 +113,7 @@ class Worker:
             endpoint = replace(endpoint, tcp_address=self.settings.advertised_transfer_address)
         self.endpoint = endpoint.to_proto()
         holder = BlockHolderServicer(core.pool, self.leases, core.layout, self.endpoint)
-        node = NodeServicer(lambda: self.identity.info(), self.status, self.request_stop)
+        node = NodeServicer(lambda: self.identity.info(), self.status, self.request_stop, self._reset_cache)
         self._rpc = await RpcServer.start(
             self.settings.host,
             self.settings.port,
@@ -256,6 +256,10 @@ class Worker:
             ],
             counters=self._counters(),
         )
+    def _reset_cache(self) -> bool:
+        self.core.pool.drop_cached()
+        return not self.core.pool.num_used
+
 
     def _counters(self) -> dict[str, int]:
         """What was offered to block stores and read from other nodes, for /status."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from services.gateway.frames.text import DONE, event, to_json
 from services.gateway.frames.usage import Usage
 from services.gateway.generation import GenerationRun
 from services.gateway.http_errors import object_of
+from services.gateway.keep_alive import first_of, kept_alive
 from services.gateway.sequence_text import Delta
 from services.gateway.sse import EventStream, SlowReaders
 
@@ -43,36 +45,34 @@ async def whole_answer(run: GenerationRun, frames: Frames, receive: Receive) -> 
     return Response(to_json(frames.whole(run.choices, run.usage)), media_type="application/json")
 
 
-async def streamed_answer(run: GenerationRun, frames: Frames, receive: Receive, readers: SlowReaders) -> Response:
+async def streamed_answer(
+    run: GenerationRun, frames: Frames, receive: Receive, readers: SlowReaders, keep_alive_seconds: float
+) -> Response:
     """Waits for the first token, so that what fails before it still has its own status, then streams.
+
+    Args:
+        keep_alive_seconds: the longest silence; 0: as long as it takes.
 
     Raises:
         BiphaseError: as the run does before its first token, and CancelledError when the client went away.
     """
     deltas = run.deltas()
 
-    async def first_delta() -> tuple[Choice, Delta] | None:
-        async for item in deltas:
-            return item
-        return None
-
-    try:
-        first = await or_disconnect(receive, first_delta())
-    except BaseException:
-        await deltas.aclose()  # type: ignore[attr-defined]
-        raise
-    return EventStream(_events(run, frames, first, deltas), readers)
+    first = await first_of(deltas, receive, keep_alive_seconds)
+    events = _events(run, frames, first, deltas)
+    return EventStream(kept_alive(events, keep_alive_seconds) if keep_alive_seconds else events, readers)
 
 
 async def _events(
-    run: GenerationRun, frames: Frames, first: tuple[Choice, Delta] | None, deltas: _Deltas
+    run: GenerationRun, frames: Frames, first: asyncio.Task[tuple[Choice, Delta] | None], deltas: _Deltas
 ) -> AsyncGenerator[bytes, None]:
     options = run.generation.answer
     last = b""
     unfinished = len(run.choices)
     try:
-        if first is not None:
-            choice, delta = first
+        begun = await first
+        if begun is not None:
+            choice, delta = begun
             # The last part waits for what follows it, so that it all goes out in one write.
             last = _part(run, frames, choice, delta)
             unfinished -= delta.finish_reason is not None
@@ -94,6 +94,9 @@ async def _events(
         log.exception("stream_failed", request_id=run.generation.request_id)
         yield event(object_of(InternalError("Internal server error."))) + DONE
     finally:
+        if not first.done():
+            first.cancel()
+            await asyncio.wait({first})
         await deltas.aclose()  # type: ignore[attr-defined]
 
 

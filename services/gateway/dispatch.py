@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -143,6 +143,26 @@ class SequenceStream:
                 self._release()
                 return finish
             self._lost(lost)
+
+    def go_on_after(self, token_ids: Sequence[int]) -> decode_pb2.GenerateResponse | None:
+        """Has the output so far go on with these tokens, as if they had been sampled: the worker is given it anew, and
+        has all but the last block of it in its cache.
+
+        Returns:
+            Them as a message, as `read` would; None when the output has no room for them.
+        """
+        if len(self._output) + len(token_ids) >= self._spec.sampling.max_tokens:
+            return None
+        self._ticket.preferred = self.decode_incarnation
+        self._ticket.moved = self.has_moved_output = True
+        self._release()
+        self._output.extend(token_ids)
+        message = decode_pb2.GenerateResponse(token_ids=token_ids)
+        if self._spec.sampling.logprobs is not None:
+            message.logprobs.extend(
+                common_pb2.TokenLogprobs(token_ids=[token_id], logprobs=[0.0], rank=1) for token_id in token_ids
+            )
+        return message
 
     def _took(self, message: decode_pb2.GenerateResponse) -> None:
         if message.report.spans and self.attempts:

@@ -23,6 +23,7 @@ from biphase.telemetry.metrics import GatewayMetrics
 from biphase.tokenizer.loader import LoadedTokenizer
 from services.gateway.admission import AdmissionQueue
 from services.gateway.auth import ApiKeys
+from services.gateway.bodies import BodyReader
 from services.gateway.cluster import Cluster
 from services.gateway.dispatch import Dispatcher
 from services.gateway.domain import Limits
@@ -124,6 +125,7 @@ class Gateway:
             expects_decode=lambda: bool(self.nodes.ready_lately("decode")),
             on_move=self.metrics.moved,
         )
+        self.bodies = BodyReader(settings.max_request_bytes)
         self.slow_readers = SlowReaders(settings.slow_reader_seconds)
         self.fingerprint = f"biphase-{__version__}-{secrets.token_hex(4)}"
         self.started = time.time()

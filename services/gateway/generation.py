@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 
 from biphase.errors import BiphaseError
 from biphase.request import FinishReason
-from biphase.rpc.v1 import common_pb2
+from biphase.rpc.v1 import common_pb2, decode_pb2
 from biphase.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.dispatch import Dispatcher, SequenceStream
 from services.gateway.domain import Generation, SequenceSpec
@@ -140,8 +140,10 @@ class GenerationRun:
         self._recorder.began(record)
         outcome, code = "abort", ""
         try:
+            forced: decode_pb2.GenerateResponse | None = None
             while not text.finished:
-                message = await stream.read()
+                message = forced or await stream.read()
+                forced = None
                 delta = text.push(message)
                 if message.HasField("report"):
                     record.report = message.report
@@ -158,6 +160,8 @@ class GenerationRun:
                     outcome = delta.finish_reason
                 if reader is not None:
                     self._read(reader, delta)
+                    if reader.has_thought_enough and delta.finish_reason is None:
+                        forced = stream.go_on_after(reader.reasoning_end_ids)
                 if delta.finish_reason is not None:
                     choice.finish_reason = delta.finish_reason
                     choice.stop_reason = delta.stop_reason
@@ -183,9 +187,9 @@ class GenerationRun:
 
     def _read(self, reader: MessageReader, delta: Delta) -> None:
         """Takes the text apart into what a chat's message has."""
-        if reader.is_reasoning:
-            self.usage.reasoning_tokens += len(delta.token_ids)
-        part = reader.push(delta.text, is_last=delta.finish_reason is not None)
+        count, thought = len(delta.token_ids), reader.num_reasoning_tokens
+        part = reader.push(delta.text, num_tokens=count, is_last=delta.finish_reason is not None)
+        self.usage.reasoning_tokens += reader.num_reasoning_tokens - thought
         delta.text, delta.reasoning, delta.tool_calls = part.content, part.reasoning, part.tool_calls
         if delta.finish_reason is not None:
             delta.finish_reason = reader.finish_reason(delta.finish_reason)

@@ -62,13 +62,7 @@ def error_response(
 
 
 def object_of(error: BiphaseError) -> dict[str, Any]:
-    return error_object(
-        error.http_status, error.message, param=getattr(error, "param", None), type_name=_type_name(error)
-    )
-
-
-def _type_name(error: BiphaseError) -> str | None:
-    return "NotImplementedError" if error.code is ErrorCode.UNSUPPORTED else None
+    return error_object(error.http_status, error.message, param=getattr(error, "param", None))
 
 
 def response_of(error: BiphaseError) -> Response:
@@ -79,13 +73,10 @@ def response_of(error: BiphaseError) -> Response:
         headers["Retry-After"] = "1"
     elif error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return error_response(
-        error.http_status,
-        error.message,
-        param=getattr(error, "param", None),
-        type_name=_type_name(error),
-        headers=headers,
-    )
+    elif error.code is ErrorCode.UNSUPPORTED:
+        # The OpenAI SDKs try again after any 5xx unless told that it is of no use.
+        headers["x-should-retry"] = "false"
+    return error_response(error.http_status, error.message, param=getattr(error, "param", None), headers=headers)
 
 
 def shown(value: Any) -> str:

@@ -18,6 +18,8 @@ from services.gateway.rate_limits import RateLimitedError, RateLimits
 from services.gateway.recorder import Recorder
 
 REQUEST_ID_HEADER = "x-request-id"
+# Beside everything under /v1.
+_GUARDED_PATHS = frozenset({"/reset_prefix_cache"})
 _TEXT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
@@ -47,14 +49,17 @@ class RequestIds:
 
 
 class Authentication:
-    """Asks for an API key on everything under /v1. `scope["state"]["grant"]` says what the key may do."""
+    """Asks for an API key on everything under /v1, and on what is done to all.
+
+    `scope["state"]["grant"]` says what the key may do.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_guarded(scope["path"]):
+        if scope["type"] == "http" and (_is_guarded(scope["path"]) or scope["path"] in _GUARDED_PATHS):
             try:
                 grant = self._keys.check(Headers(scope=scope).get("authorization"))
                 scope.setdefault("state", {})["grant"] = grant

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,7 @@ _INLINE_CHARACTERS = 20_000
 _MAX_CHARACTERS_PER_TOKEN = 256
 _USUAL_CHARACTERS_PER_TOKEN = 8
 _CUT_WORD_TOKENS = 64
+_NICE = 5
 
 
 class ServedModel:
@@ -61,7 +64,7 @@ class ServedModel:
         # Texts of tokens that are left out of answers.
         self.special_texts = frozenset(self.tokenizer.token_string(token_id) for token_id in self.tokenizer.special_ids)
         self._grammars = GrammarChecker(lambda: vocabulary_of(self.tokenizer))
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encode")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode", initializer=_yield_to_others)
 
     def check_name(self, name: str | None) -> str:
         """The name to answer with.
@@ -107,9 +110,9 @@ class ServedModel:
         )
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The chat as text; many messages are rendered in a thread."""
+        """The chat as text; many messages, or tools, are rendered in a thread."""
         template = self.require_chat_template()
-        if len(messages) <= 64:
+        if len(messages) + len(options.get("tools") or ()) <= 64:
             return template.render(messages, **options)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: template.render(messages, **options))
@@ -133,3 +136,8 @@ class ServedModel:
     async def close(self) -> None:
         await self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _yield_to_others() -> None:
+    """Long texts wait for short ones, and for the tokens that workers compute on the same machine."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

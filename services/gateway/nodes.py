@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -25,6 +25,7 @@ log = event_logger(__name__)
 
 PROBE_SECONDS = 1.0
 _PROBE_TIMEOUT_SECONDS = 2.0
+_RESET_TIMEOUT_SECONDS = 10.0
 # A node that was ready this recently is expected back.
 _LATELY_SECONDS = 5.0
 
@@ -107,6 +108,18 @@ class NodeDirectory:
             # Nodes that are not there, or in doubt, are asked more often: requests may be waiting for the answer.
             well = node.info is not None and not node.failed_probes
             await asyncio.sleep(self._probe_seconds if well else self._probe_seconds / 4)
+
+    async def reset_caches(self, roles: Collection[str]) -> bool:
+        """Has all nodes of some roles forget their cached blocks. Whether every one did, and has none left."""
+        stubs: list[Any] = [
+            node_pb2_grpc.NodeStub(self._channels.get(node.address)) for node in self.nodes if node.role in roles
+        ]
+        calls = [stub.ResetCache(node_pb2.ResetCacheRequest(), timeout=_RESET_TIMEOUT_SECONDS) for stub in stubs]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                log.warning("cache_not_reset", error=str(answer)[:300])
+        return all(not isinstance(answer, BaseException) and answer.is_empty for answer in answers)
 
     async def _probe(self, node: Node, stub: Any) -> None:
         if node.info is None or node.failed_probes:

@@ -36,11 +36,12 @@ _MEANINGS = {
     413: "The body is too large.",
     429: "Too much at once, or more than the key may use; see Retry-After.",
     500: "A fault of the server.",
+    501: "It is well formed and not supported; sending it again is of no use.",
     503: "No worker can take it now, or the server is draining; see Retry-After.",
     504: "It took longer than the server allows.",
 }
 _BODY = (400, 413)
-_TEXT = (*_BODY, 401, 404, 429, 500, 503, 504)
+_TEXT = (*_BODY, 401, 404, 429, 500, 501, 503, 504)
 
 
 def _object(required: dict[str, str]) -> dict[str, Any]:
@@ -73,6 +74,11 @@ _ROUTES: dict[tuple[str, str], tuple[dict[str, Any] | None, tuple[int, ...]]] = 
     ("get", "/health"): (None, (503,)),
     ("get", "/ping"): (None, (503,)),
     ("post", "/ping"): (None, (503,)),
+    ("post", "/reset_prefix_cache"): (_object({"success": "boolean"}), (400, 401)),
+    ("post", "/drain"): (
+        _object({"node": "string", "incarnation": "string", "state": "string"}),
+        (*_BODY, 401, 404, 429, 500, 501, 503, 504),
+    ),
     ("get", "/version"): (_object({"version": "string"}), ()),
     ("get", "/load"): (_object({"server_load": "integer"}), ()),
     ("get", "/status"): (
@@ -88,7 +94,14 @@ _LINKED = {
     "cancel": "/v1/responses/{response_id}/cancel",
 }
 _METHODS = {"items": "get", "cancel": "post"}
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_STREAMED = frozenset(
+    {
+        ("post", "/v1/chat/completions"),
+        ("post", "/v1/completions"),
+        ("post", "/v1/responses"),
+        ("get", "/v1/responses/{response_id}"),
+    }
+)
 
 
 def install(app: FastAPI) -> None:
@@ -130,7 +143,7 @@ def _responses(method: str, path: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": "OK"}
     if good is not None:
         answer["content"] = {_JSON: {"schema": good}}
-    if path in _STREAMED:
+    if (method, path) in _STREAMED:
         answer["content"][_EVENTS] = {"schema": {"type": "string"}}
     content = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
     told = {str(status): {"description": _MEANINGS[status], "content": content} for status in sorted(refusals)}

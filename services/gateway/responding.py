@@ -13,11 +13,14 @@ from starlette.types import Receive
 from biphase.errors import BiphaseError, InternalError, OverloadedError, UnavailableError
 from biphase.telemetry.events import event_logger
 from services.gateway.disconnect import or_disconnect
+from services.gateway.frames.choice import Choice
 from services.gateway.frames.responses import ResponseFrames
 from services.gateway.frames.text import to_json
 from services.gateway.generation import GenerationRun
+from services.gateway.keep_alive import first_of, kept_alive
 from services.gateway.key_file import KeyGrant
 from services.gateway.rate_limits import RateLimits
+from services.gateway.response_events import EventLog
 from services.gateway.response_store import ResponseStore, StoredResponse
 from services.gateway.sequence_text import Delta
 from services.gateway.sse import EventStream, SlowReaders
@@ -43,16 +46,28 @@ class Keeping:
             await self.store.put(StoredResponse(response, self.input, self.history, self.owner))
 
 
-async def _complete(run: GenerationRun, frames: ResponseFrames, keeping: Keeping) -> dict[str, Any]:
+async def _complete(
+    run: GenerationRun, frames: ResponseFrames, keeping: Keeping, told: EventLog | None = None
+) -> dict[str, Any]:
     deltas = run.deltas()
     try:
         async for _, delta in deltas:
-            frames.push(delta)
+            events = frames.push(delta)
+            if told is not None:
+                told.append(events)
     finally:
         await deltas.aclose()  # type: ignore[attr-defined]
-    _, response = frames.end(run.usage)
-    await keeping.keep(response)
+    events, response = frames.end(run.usage)
+    await _end(keeping, told, events, response)
     return response
+
+
+async def _end(keeping: Keeping, told: EventLog | None, events: bytes, response: dict[str, Any]) -> None:
+    """Stores the last events before the response itself: whoever sees that it has ended finds all of them."""
+    if told is not None:
+        told.append(events)
+        await told.flush()
+    await keeping.keep(response)
 
 
 async def whole_response(run: GenerationRun, frames: ResponseFrames, keeping: Keeping, receive: Receive) -> Response:
@@ -65,33 +80,38 @@ async def whole_response(run: GenerationRun, frames: ResponseFrames, keeping: Ke
 
 
 async def streamed_response(
-    run: GenerationRun, frames: ResponseFrames, keeping: Keeping, receive: Receive, readers: SlowReaders
+    run: GenerationRun,
+    frames: ResponseFrames,
+    keeping: Keeping,
+    receive: Receive,
+    readers: SlowReaders,
+    keep_alive_seconds: float,
 ) -> Response:
     """Waits for the first token, so that what fails before it still has its own status, then streams.
+
+    Args:
+        keep_alive_seconds: the longest silence; 0: as long as it takes.
 
     Raises:
         BiphaseError: as the run does before its first token, and CancelledError when the client went away.
     """
     deltas = run.deltas()
 
-    async def first_delta() -> Delta | None:
-        async for _, delta in deltas:
-            return delta
-        return None
-
-    try:
-        first = await or_disconnect(receive, first_delta())
-    except BaseException:
-        await deltas.aclose()  # type: ignore[attr-defined]
-        raise
-    return EventStream(_events(run, frames, keeping, first, deltas), readers)
+    first = await first_of(deltas, receive, keep_alive_seconds)
+    events = _events(run, frames, keeping, first, deltas)
+    return EventStream(kept_alive(events, keep_alive_seconds) if keep_alive_seconds else events, readers)
 
 
 async def _events(
-    run: GenerationRun, frames: ResponseFrames, keeping: Keeping, first: Delta | None, deltas: AsyncIterator[Any]
+    run: GenerationRun,
+    frames: ResponseFrames,
+    keeping: Keeping,
+    first: asyncio.Task[tuple[Choice, Delta] | None],
+    deltas: AsyncIterator[tuple[Choice, Delta]],
 ) -> AsyncGenerator[bytes, None]:
     try:
-        yield frames.begin() + (frames.push(first) if first is not None else b"")
+        begun = await first
+        yield frames.begin() + (frames.push(begun[1]) if begun is not None else b"")
         async for _, delta in deltas:
             if events := frames.push(delta):
                 yield events
@@ -110,61 +130,93 @@ async def _events(
         events, response = frames.fail(InternalError("Internal server error."))
         yield events
     finally:
+        if not first.done():
+            first.cancel()
+            await asyncio.wait({first})
         await deltas.aclose()  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    task: asyncio.Task[None]
+    # None when it was not asked to be streamed.
+    told: EventLog | None
+
+
 class BackgroundResponses:
-    """Responses that nobody waits for. For one event loop."""
+    """Responses that go on whether somebody waits for them or not. For one event loop."""
 
     def __init__(self, limits: RateLimits) -> None:
         self._limits = limits
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, _Running] = {}
 
     async def start(
         self, run: GenerationRun, frames: ResponseFrames, keeping: Keeping, grant: KeyGrant
     ) -> dict[str, Any]:
-        """Begins it and returns the response as it is now.
+        """Begins it and returns the response as it is now. Its events are kept if the request asks for a stream.
 
         Raises:
             OverloadedError: too many of them are running.
         """
-        if len(self._tasks) >= _MAX_BACKGROUND:
+        if len(self._running) >= _MAX_BACKGROUND:
             raise OverloadedError(f"{_MAX_BACKGROUND} background responses are running. Try again later.", 5.0)
+        store, response_id = keeping.store, run.generation.response_id
+        assert store is not None
         response = frames.with_status("queued")
-        await keeping.keep(frames.with_status("in_progress"))
-        response_id = run.generation.response_id
-        task = asyncio.create_task(self._run(run, frames, keeping, grant))
-        self._tasks[response_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(response_id, None))
+        kept = frames.with_status("in_progress")
+        told = EventLog(store, response_id) if run.generation.answer.stream else None
+        if told is not None:
+            told.append(frames.begin())
+            await told.flush()
+        await keeping.keep(kept)
+        task = asyncio.create_task(self._run(run, frames, keeping, grant, told))
+        self._running[response_id] = _Running(task, told)
+        task.add_done_callback(lambda _: self._running.pop(response_id, None))
         return response
 
-    async def close(self) -> None:
-        for task in list(self._tasks.values()):
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+    @property
+    def running_ids(self) -> list[str]:
+        return list(self._running)
 
-    async def _run(self, run: GenerationRun, frames: ResponseFrames, keeping: Keeping, grant: KeyGrant) -> None:
-        work = asyncio.ensure_future(_complete(run, frames, keeping))
+    def events(self, response_id: str) -> EventLog | None:
+        """What a response that is running here tells."""
+        running = self._running.get(response_id)
+        return None if running is None else running.told
+
+    async def close(self) -> None:
+        tasks = [running.task for running in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(
+        self, run: GenerationRun, frames: ResponseFrames, keeping: Keeping, grant: KeyGrant, told: EventLog | None
+    ) -> None:
+        work = asyncio.ensure_future(_complete(run, frames, keeping, told))
         store, response_id = keeping.store, run.generation.response_id
         assert store is not None
         try:
             while not work.done():
                 await asyncio.wait([work], timeout=_CANCEL_POLL_SECONDS)
+                if told is not None and not work.done():
+                    await told.flush()
                 if not work.done() and await store.is_cancel_asked(response_id):
                     work.cancel()
                     await asyncio.wait([work])
-                    await keeping.keep(frames.with_status("cancelled"))
+                    await _end(keeping, told, *frames.cancel())
                     return
             await work
         except BiphaseError as error:
-            await keeping.keep(frames.fail(error)[1])
+            await _end(keeping, told, *frames.fail(error))
         except asyncio.CancelledError:
             work.cancel()
             await asyncio.wait([work])
-            await keeping.keep(frames.fail(UnavailableError("The server was shut down."))[1])
+            await _end(keeping, told, *frames.fail(UnavailableError("The server was shut down.")))
             raise
         except Exception:
             log.exception("background_failed", request_id=run.generation.request_id)
-            await keeping.keep(frames.fail(InternalError("Internal server error."))[1])
+            await _end(keeping, told, *frames.fail(InternalError("Internal server error.")))
         finally:
+            if told is not None:
+                told.close()
             await self._limits.debit(grant, run.usage.completion_tokens)

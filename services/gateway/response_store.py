@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,41 @@ class ResponseStore:
         record = StoredResponse(**json.loads(text))
         return record if record.owner == owner else None
 
+    async def append_events(self, response_id: str, events: Sequence[bytes]) -> None:
+        """Adds to the events that the response has told."""
+        name = _events_id(response_id)
+        if self._redis is not None:
+            redis: Any = self._redis
+            try:
+                await redis.rpush(self._key(name), *events)
+                await redis.pexpire(self._key(name), self._milliseconds)
+                return
+            except REDIS_FAILURES as error:
+                log.warning("response_store_unreachable", error=type(error).__name__)
+        held = self._local.get(name)
+        self._keep_here(name, ("" if held is None else held[1]) + b"".join(events).decode())
+
+    async def events(self, response_id: str, start: int) -> list[bytes]:
+        """The events that were stored, from the start-th on."""
+        name = _events_id(response_id)
+        if name in self._local:
+            return [f"{event}\n\n".encode() for event in self._local[name][1].split("\n\n")[:-1]][start:]
+        if self._redis is None:
+            return []
+        redis: Any = self._redis
+        try:
+            return list(await redis.lrange(self._key(name), start, -1))
+        except REDIS_FAILURES as error:
+            log.warning("response_store_unreachable", error=type(error).__name__)
+            return []
+
     async def delete(self, response_id: str) -> None:
-        self._forget(response_id)
+        names = (response_id, _events_id(response_id))
+        for name in names:
+            self._forget(name)
         if self._redis is not None:
             try:
-                await self._redis.delete(self._key(response_id))
+                await self._redis.delete(*map(self._key, names))
             except REDIS_FAILURES as error:
                 log.warning("response_store_unreachable", error=type(error).__name__)
 
@@ -94,12 +124,15 @@ class ResponseStore:
     async def _set(self, name: str, text: str) -> None:
         if self._redis is not None:
             try:
-                await self._redis.set(self._key(name), text, px=max(1, int(self._seconds * 1000)))
+                await self._redis.set(self._key(name), text, px=self._milliseconds)
             except REDIS_FAILURES as error:
                 log.warning("response_store_unreachable", error=type(error).__name__)
             else:
                 self._forget(name)
                 return
+        self._keep_here(name, text)
+
+    def _keep_here(self, name: str, text: str) -> None:
         self._forget(name)
         self._local[name] = (self._clock() + self._seconds, text)
         self._local_bytes += len(text)
@@ -126,9 +159,17 @@ class ResponseStore:
         if held is not None:
             self._local_bytes -= len(held[1])
 
+    @property
+    def _milliseconds(self) -> int:
+        return max(1, int(self._seconds * 1000))
+
     def _key(self, name: str) -> str:
         return key(self._cluster, "response", name)
 
 
 def _cancel_id(response_id: str) -> str:
     return f"{response_id}:cancel"
+
+
+def _events_id(response_id: str) -> str:
+    return f"{response_id}:events"

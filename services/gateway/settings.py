@@ -14,6 +14,7 @@ from biphase.settings import (
     NodeSettings,
     boolean,
     non_negative,
+    non_negative_seconds,
     num_bytes,
     positive,
     positive_seconds,
@@ -27,9 +28,6 @@ GATEWAY_FLAGS = (
     *(replace(flag, default=DEFAULT_PORT) if flag.name == "port" else flag for flag in NODE_FLAGS),
     *MODEL_FLAGS,
     *API_FLAGS,
-    Flag("api-key-file", str, "", "file with one key a line, its limits after it; read again when it changes"),
-    Flag("requests-per-minute", non_negative, 0, "requests for text of one API key; 0: no limit"),
-    Flag("tokens-per-minute", non_negative, 0, "prompt and output tokens of one API key; 0: no limit"),
     Flag("response-store-seconds", positive_seconds, 86400.0, "how long /v1/responses keeps what it answered"),
     Flag("check-tokenizer", boolean, True, "refuse workers whose tokenizer files are not the gateway's own"),
     Flag("enable-tokenizer-info-endpoint", boolean, False, "GET /tokenizer_info, which shows the chat template"),
@@ -52,6 +50,8 @@ GATEWAY_FLAGS = (
     Flag("max-n", positive, 16384, "largest n of a request, and of sequences in one request"),
     Flag("max-logprobs", non_negative, 20, "most alternatives with each token"),
     Flag("slow-reader-seconds", positive_seconds, 60.0, "a stream whose client reads nothing for so long is ended"),
+    Flag("sse-keep-alive-seconds", non_negative_seconds, 0.0,
+         "a stream that has nothing to say for so long sends a comment, also before its first token; 0: never"),
     Flag("allowed-origins", str, ("*",), "CORS origins", many=True),
     Flag("allow-credentials", boolean, False, "CORS credentials"),
     Flag("disable-docs", boolean, False, "no /docs and /openapi.json"),
@@ -63,9 +63,6 @@ GATEWAY_FLAGS = (
 class GatewaySettings(NodeSettings, ModelSettings, ApiSettings):
     """One field per flag in GATEWAY_FLAGS; see there for meaning and units."""
 
-    api_key_file: str
-    requests_per_minute: int
-    tokens_per_minute: int
     response_store_seconds: float
     check_tokenizer: bool
     enable_tokenizer_info_endpoint: bool
@@ -83,6 +80,7 @@ class GatewaySettings(NodeSettings, ModelSettings, ApiSettings):
     max_n: int
     max_logprobs: int
     slow_reader_seconds: float
+    sse_keep_alive_seconds: float
     allowed_origins: tuple[str, ...]
     allow_credentials: bool
     disable_docs: bool

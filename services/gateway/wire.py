@@ -1,7 +1,8 @@
 """Bodies as they come in: types of fields, nothing more. Unknown fields are ignored, as clients expect.
 
 Values are checked by the parsers, which know the model. Fields that can hold very many items are left loose here and
-checked by hand there, so that a bad list does not become as many error entries.
+checked by hand there, so that a bad list does not become as many error entries. What is known and refused has no JSON
+schema: /openapi.json offers what is there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 
 
 def _one_error(kind: type) -> Callable[[Any], Any]:
@@ -63,7 +65,7 @@ class GenerationFields(Body):
     allowed_token_ids: IntList | None = None
     bad_words: TextList | None = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: Any = None
+    logprob_token_ids: IntList | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -79,7 +81,7 @@ class GenerationFields(Body):
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_whitespace_pattern: Any = None
-    use_beam_search: bool | None = None
+    use_beam_search: SkipJsonSchema[bool | None] = None
     add_special_tokens: bool | None = None
 
 
@@ -97,6 +99,7 @@ class ChatRequest(GenerationFields):
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
     documents: list[Any] | None = None
 
 
@@ -104,8 +107,8 @@ class CompletionRequest(GenerationFields):
     prompt: Any = Field(default=None, description="string, list of strings, token ids, or list of lists of them")
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
-    prompt_embeds: Any = None
+    suffix: SkipJsonSchema[str | None] = None
+    prompt_embeds: SkipJsonSchema[Any] = None
 
 
 class TokenizeRequest(Body):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from services.gateway.wire import GenerationFields, TextList
 
@@ -27,9 +28,9 @@ class ResponsesRequest(GenerationFields):
     top_logprobs: int | None = None
     truncation: str | None = None
     metadata: dict[str, Any] | None = None
-    # Known, and refused: what they name is not kept here.
-    conversation: Any = None
-    prompt: Any = None
+    # What they name is not kept here.
+    conversation: SkipJsonSchema[Any] = None
+    prompt: SkipJsonSchema[Any] = None
     chat_template_kwargs: dict[str, Any] | None = None
     service_tier: Any = None
     prompt_cache_key: Any = None

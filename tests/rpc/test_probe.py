@@ -34,7 +34,7 @@ async def test_drain_waits_until_the_process_is_gone() -> None:
         asked.append(seconds)
         loop.call_later(0.3, stopped.set)
 
-    node = NodeServicer(node_pb2.NodeInfo, node_pb2.NodeStatus, request_stop)
+    node = NodeServicer(node_pb2.NodeInfo, node_pb2.NodeStatus, request_stop, lambda: True)
     rpc = await RpcServer.start("127.0.0.1", 0, [lambda server: node_pb2_grpc.add_NodeServicer_to_server(node, server)])
     drained = asyncio.create_task(asyncio.to_thread(probe.main, [rpc.address, "--drain", "--timeout", "20"]))
     await stopped.wait()

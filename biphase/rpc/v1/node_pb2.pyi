@@ -129,3 +129,13 @@ class DrainRequest(_message.Message):
 class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ResetCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetCacheResponse(_message.Message):
+    __slots__ = ("is_empty",)
+    IS_EMPTY_FIELD_NUMBER: _ClassVar[int]
+    is_empty: bool
+    def __init__(self, is_empty: _Optional[bool] = ...) -> None: ...

@@ -49,6 +49,11 @@ class NodeStub:
                 request_serializer=biphase_dot_rpc_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
                 response_deserializer=biphase_dot_rpc_dot_v1_dot_node__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ResetCache = channel.unary_unary(
+                '/biphase.rpc.v1.Node/ResetCache',
+                request_serializer=biphase_dot_rpc_dot_v1_dot_node__pb2.ResetCacheRequest.SerializeToString,
+                response_deserializer=biphase_dot_rpc_dot_v1_dot_node__pb2.ResetCacheResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -75,6 +80,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetCache(self, request, context):
+        """Forget every cached block that nobody uses just now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=biphase_dot_rpc_dot_v1_dot_node__pb2.DrainRequest.FromString,
                     response_serializer=biphase_dot_rpc_dot_v1_dot_node__pb2.DrainResponse.SerializeToString,
+            ),
+            'ResetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetCache,
+                    request_deserializer=biphase_dot_rpc_dot_v1_dot_node__pb2.ResetCacheRequest.FromString,
+                    response_serializer=biphase_dot_rpc_dot_v1_dot_node__pb2.ResetCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +192,33 @@ class Node:
             '/biphase.rpc.v1.Node/Drain',
             biphase_dot_rpc_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
             biphase_dot_rpc_dot_v1_dot_node__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/biphase.rpc.v1.Node/ResetCache',
+            biphase_dot_rpc_dot_v1_dot_node__pb2.ResetCacheRequest.SerializeToString,
+            biphase_dot_rpc_dot_v1_dot_node__pb2.ResetCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,7 +8,7 @@ from typing import Any
 from biphase.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.domain import Generation
 from services.gateway.frames.choice import Choice
-from services.gateway.frames.text import event, json_string
+from services.gateway.frames.chunks import Chunks, around
 from services.gateway.frames.usage import Usage
 from services.gateway.logprobs import LogprobWriter
 from services.gateway.message.parts import ToolCallDelta
@@ -16,20 +16,22 @@ from services.gateway.sequence_text import Delta
 
 
 class ChatFrames:
-    """Implements Frames. Everything that is the same in all chunks is written once."""
+    """Implements Frames."""
 
     def __init__(self, generation: Generation, tokenizer: ModelTokenizer, fingerprint: str) -> None:
         self._generation = generation
         self._options = generation.answer
         self._fingerprint = fingerprint
         self._writer = LogprobWriter(tokenizer, tokens_as_ids=self._options.tokens_as_ids)
-        self._head = (
-            f'data: {{"id":{json_string(generation.response_id)},"object":"chat.completion.chunk",'
-            f'"created":{generation.created},"model":{json_string(generation.model)},"choices":[{{"index":'
+        self._chunks = Chunks(
+            generation,
+            "chat.completion.chunk",
+            fingerprint,
+            before='"delta":{"content":',
+            after='},"logprobs":null,"finish_reason":null',
         )
-        # A chunk of text alone, which is nearly every one, is two constants around the text.
+        # Nothing is asked for beside the text; and the text is more than content.
         self._plain = self._options.logprobs is None and not self._options.return_token_ids
-        self._heads: dict[int, str] = {}
         self._reads = generation.message is not None
 
     def begin(self, choice: Choice, usage: Usage | None) -> bytes:
@@ -39,19 +41,16 @@ class ChatFrames:
             "logprobs": None,
             "finish_reason": None,
         }
-        chunk = self._chunk([chosen], usage)
-        if self._options.return_token_ids:
-            chunk["prompt_token_ids"] = list(choice.prompt.token_ids)
-        return event(chunk)
+        shows_ids = self._options.return_token_ids
+        more = {"prompt_token_ids": list(choice.prompt.token_ids)} if shows_ids else {}
+        return self._chunks.chunk(chosen, usage, **more)
 
     def delta(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
-        if self._plain and usage is None and delta.finish_reason is None and not self._reads:
-            head = self._heads.get(choice.index)
-            if head is None:
-                head = self._heads[choice.index] = f'{self._head}{choice.index},"delta":{{"content":'
-            return f'{head}{json_string(delta.text)}}},"logprobs":null,"finish_reason":null}}]}}\n\n'.encode()
-        if self._reads and self._plain and usage is None and not _says_something(delta):
-            return b""
+        if self._plain and usage is None:
+            if not self._reads and delta.finish_reason is None:
+                return self._chunks.text(choice.index, delta.text)
+            if self._reads and not _says_something(delta):
+                return b""
         content: dict[str, Any] = {}
         if delta.reasoning:
             # Under the name that clients read now, and the one they read before.
@@ -70,22 +69,10 @@ class ChatFrames:
             chosen["stop_reason"] = delta.stop_reason
         if self._options.return_token_ids:
             chosen["token_ids"] = list(delta.token_ids)
-        return event(self._chunk([chosen], usage))
+        return self._chunks.chunk(chosen, usage)
 
     def usage(self, usage: Usage) -> bytes:
-        return event(self._chunk([], usage) | {"system_fingerprint": self._fingerprint})
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
-        chunk: dict[str, Any] = {
-            "id": self._generation.response_id,
-            "object": "chat.completion.chunk",
-            "created": self._generation.created,
-            "model": self._generation.model,
-            "choices": choices,
-        }
-        if usage is not None:
-            chunk["usage"] = usage.to_object()
-        return chunk
+        return self._chunks.usage(usage)
 
     def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any] | None:
         if self._options.logprobs is None or not entries:
@@ -99,10 +86,7 @@ class ChatFrames:
         if self._options.prompt_logprobs is not None:
             prompt_logprobs = self._writer.prompt(prompt_ids, first.prompt_logprobs, self._options.prompt_logprobs)
         return {
-            "id": self._generation.response_id,
-            "object": "chat.completion",
-            "created": self._generation.created,
-            "model": self._generation.model,
+            **around(self._generation, "chat.completion"),
             "choices": [self._choice(choice) for choice in choices],
             "service_tier": None,
             "system_fingerprint": self._fingerprint,

@@ -9,7 +9,7 @@ from biphase.rpc.v1 import common_pb2
 from biphase.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.domain import Generation
 from services.gateway.frames.choice import Choice
-from services.gateway.frames.text import event, json_string
+from services.gateway.frames.chunks import Chunks, around
 from services.gateway.frames.usage import Usage
 from services.gateway.logprobs import CompletionLogprobs, LogprobWriter
 from services.gateway.sequence_text import Delta
@@ -24,47 +24,32 @@ class CompletionFrames:
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
         self._writer = LogprobWriter(tokenizer, tokens_as_ids=self._options.tokens_as_ids)
-        self._head = (
-            f'data: {{"id":{json_string(generation.response_id)},"object":"text_completion",'
-            f'"created":{generation.created},"model":{json_string(generation.model)},"choices":[{{"index":'
+        self._chunks = Chunks(
+            generation,
+            "text_completion",
+            fingerprint,
+            before='"text":',
+            after=',"logprobs":null,"finish_reason":null,"stop_reason":null',
         )
         self._plain = self._options.logprobs is None and not self._options.return_token_ids
-        self._heads: dict[int, str] = {}
         # By choice: the character offsets of logprobs run on from part to part.
         self._lists: dict[int, CompletionLogprobs] = {}
 
     def begin(self, choice: Choice, usage: Usage | None) -> bytes:
         if not self._options.echo:
             return b""
-        return event(
-            self._chunk([self._chosen(choice, choice.prompt.text, self._prompt_part(choice), None, None, ())], usage)
-        )
+        chosen = self._chosen(choice, choice.prompt.text, self._prompt_part(choice), None, None, ())
+        return self._chunks.chunk(chosen, usage)
 
     def delta(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
         if self._plain and usage is None and delta.finish_reason is None:
-            head = self._heads.get(choice.index)
-            if head is None:
-                head = self._heads[choice.index] = f'{self._head}{choice.index},"text":'
-            text = json_string(delta.text)
-            return f'{head}{text},"logprobs":null,"finish_reason":null,"stop_reason":null}}]}}\n\n'.encode()
+            return self._chunks.text(choice.index, delta.text)
         logprobs = self._part(choice, delta.token_ids, delta.logprobs)
         chosen = self._chosen(choice, delta.text, logprobs, delta.finish_reason, delta.stop_reason, delta.token_ids)
-        return event(self._chunk([chosen], usage))
+        return self._chunks.chunk(chosen, usage)
 
     def usage(self, usage: Usage) -> bytes:
-        return event(self._chunk([], usage) | {"system_fingerprint": self._fingerprint})
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
-        chunk: dict[str, Any] = {
-            "id": self._generation.response_id,
-            "object": "text_completion",
-            "created": self._generation.created,
-            "model": self._generation.model,
-            "choices": choices,
-        }
-        if usage is not None:
-            chunk["usage"] = usage.to_object()
-        return chunk
+        return self._chunks.usage(usage)
 
     def _chosen(
         self,
@@ -105,10 +90,7 @@ class CompletionFrames:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         return {
-            "id": self._generation.response_id,
-            "object": "text_completion",
-            "created": self._generation.created,
-            "model": self._generation.model,
+            **around(self._generation, "text_completion"),
             "choices": [self._choice(choice) for choice in choices],
             "service_tier": None,
             "system_fingerprint": self._fingerprint,

@@ -7,7 +7,7 @@ way and keep the items only, so that a stream's items are those of the plain ans
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 # An event: its name, and its fields but for type and sequence_number.
@@ -87,19 +87,13 @@ class OutputItems:
         at = self._item_at(item)
         if item["type"] == "function_call":
             item["arguments"] = text
-            yield "response.function_call_arguments.done", at | {"name": item["name"], "arguments": text}
-        elif item["type"] == "reasoning":
-            part = {"type": "reasoning_text", "text": text}
-            item["content"] = [part]
-            yield "response.reasoning_text.done", at | {"content_index": 0, "text": text}
-            yield "response.content_part.done", at | {"content_index": 0, "part": part}
+            yield _call_done(at, item)
         else:
-            part = _text_part(text, self._logprobs)
+            is_reasoning = item["type"] == "reasoning"
+            part = {"type": "reasoning_text", "text": text} if is_reasoning else _text_part(text, self._logprobs)
             item["content"] = [part]
-            done = {"content_index": 0, "text": text, "logprobs": self._logprobs}
-            yield "response.output_text.done", at | done
-            yield "response.content_part.done", at | {"content_index": 0, "part": part}
-        yield "response.output_item.done", {"output_index": at["output_index"], "item": item}
+            yield from _part_done(at | {"content_index": 0}, part)
+        yield _item_done(at["output_index"], item)
 
     def _item_at(self, item: dict[str, Any] | None = None) -> dict[str, Any]:
         item = item or self._open
@@ -108,6 +102,44 @@ class OutputItems:
 
     def _part_at(self) -> dict[str, Any]:
         return self._item_at() | {"content_index": 0}
+
+
+def replayed(items: Sequence[dict[str, Any]]) -> Iterator[Event]:
+    """The events of items that are complete, each text in one piece."""
+    for index, item in enumerate(items):
+        at: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield "response.output_item.added", {"output_index": index, "item": {**item, **empty, "status": "in_progress"}}
+        if item["type"] == "function_call":
+            yield "response.function_call_arguments.delta", at | {"delta": item["arguments"]}
+            yield _call_done(at, item)
+        for place, part in enumerate(item.get("content", ())):
+            at |= {"content_index": place}
+            text = part["text"]
+            if part["type"] == "reasoning_text":
+                yield "response.content_part.added", at | {"part": {**part, "text": ""}}
+                yield "response.reasoning_text.delta", at | {"delta": text}
+            else:
+                yield "response.content_part.added", at | {"part": _text_part("", [])}
+                yield "response.output_text.delta", at | {"delta": text, "logprobs": part["logprobs"]}
+            yield from _part_done(at, part)
+        yield _item_done(index, item)
+
+
+def _call_done(at: dict[str, Any], item: dict[str, Any]) -> Event:
+    return "response.function_call_arguments.done", at | {"name": item["name"], "arguments": item["arguments"]}
+
+
+def _part_done(at: dict[str, Any], part: dict[str, Any]) -> Iterator[Event]:
+    if part["type"] == "reasoning_text":
+        yield "response.reasoning_text.done", at | {"text": part["text"]}
+    else:
+        yield "response.output_text.done", at | {"text": part["text"], "logprobs": part["logprobs"]}
+    yield "response.content_part.done", at | {"part": part}
+
+
+def _item_done(index: int, item: dict[str, Any]) -> Event:
+    return "response.output_item.done", {"output_index": index, "item": item}
 
 
 def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

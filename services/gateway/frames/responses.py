@@ -70,11 +70,16 @@ class ResponseFrames:
         response = self.response(None)
         return self._bytes(("response.failed", {"response": response})), response
 
+    def cancel(self) -> tuple[bytes, dict[str, Any]]:
+        """What a stream ends with whose response was cancelled, and the response as it stays."""
+        self._close_items()
+        response = self.with_status("cancelled")
+        # There is no event of that name.
+        return self._bytes(("response.incomplete", {"response": response})), response
+
     def with_status(self, status: str) -> dict[str, Any]:
-        """The response before it has an end of its own: "queued", "in_progress", "cancelled"."""
+        """The response before it has an end of its own: "queued", "in_progress"."""
         self._status = status
-        if status == "cancelled":
-            self._close_items()
         return self.response(None)
 
     def _close_items(self) -> None:
@@ -101,10 +106,18 @@ class ResponseFrames:
         }
 
     def _bytes(self, event: Event) -> bytes:
-        name, fields = event
-        body = {"type": name, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return f"event: {name}\ndata: {to_json(body)}\n\n".encode()
+        return event_bytes(event, self._sequence - 1)
+
+
+def event_bytes(event: Event, number: int) -> bytes:
+    """
+    Args:
+        number: its place among the response's events.
+    """
+    name, fields = event
+    body = {"type": name, "sequence_number": number, **fields}
+    return f"event: {name}\ndata: {to_json(body)}\n\n".encode()
 
 
 def _echoed(body: ResponsesRequest) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from services.gateway.message.parts import MessagePart
@@ -18,6 +18,9 @@ class MessageForm:
     # The prompt ends within reasoning.
     reasoning_is_open: bool = False
     include_reasoning: bool = True
+    # Reasoning of so many tokens is ended by these; None: it takes what it takes.
+    max_reasoning_tokens: int | None = None
+    reasoning_end_ids: Sequence[int] = ()
     tools: ToolFormat | None = None
     tool_names: Collection[str] = ()
     # 0: no limit.
@@ -37,17 +40,31 @@ class MessageReader:
             self._reasoning = ReasoningReader(form.reasoning, is_open=form.reasoning_is_open)
         self._tools = None if form.tools is None else form.tools.reader(form.tool_names, form.max_calls)
         self.num_calls = 0
+        self.num_reasoning_tokens = 0
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends within reasoning."""
         return self._reasoning is not None and self._reasoning.is_open
 
-    def push(self, text: str, *, is_last: bool) -> MessagePart:
+    @property
+    def reasoning_end_ids(self) -> Sequence[int]:
+        return self._form.reasoning_end_ids
+
+    @property
+    def has_thought_enough(self) -> bool:
+        """Whether its reasoning, which goes on, is to be ended."""
+        most = self._form.max_reasoning_tokens
+        return most is not None and self.is_reasoning and self.num_reasoning_tokens >= most
+
+    def push(self, text: str, *, num_tokens: int = 0, is_last: bool) -> MessagePart:
         """
         Args:
+            num_tokens: that the text took.
             is_last: nothing follows; what was held comes out.
         """
+        if self.is_reasoning:
+            self.num_reasoning_tokens += num_tokens
         part = MessagePart(content=text)
         if self._reasoning is not None:
             part = self._reasoning.push(text)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.gateway.message.calls import held_length
 from services.gateway.message.parts import MessagePart
-from services.gateway.message.tool_readers import held_length
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,63 +24,51 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How one family writes calls.
-
-    `before_name` and `before_arguments` stand around the name, which is JSON text unless bare; `end` stands after the
-    arguments.
-    """
+    """How one family writes calls: `call` for each, with `separator` between, and `prefix` and `suffix` around all."""
 
     name: str
-    before_name: str
-    before_arguments: str
-    end: str
-    prefix: str
-    suffix: str
+    # NAME stands for the name, which is JSON text unless bare, and ARGUMENTS for the arguments' JSON.
+    call: str
     separator: str
     # Texts that mark calls; where they are special tokens, they have to stay in the text.
     marks: tuple[str, ...]
     reader: Callable[[Collection[str], int], ToolReader]
     # Words of a chat template that show that its model writes so.
     template_words: tuple[str, ...]
+    prefix: str = ""
+    suffix: str = ""
     has_bare_names: bool = False
 
     def grammar(
         self, tools: Sequence[Tool], *, many: bool, content: StructuredOutput | None = None
     ) -> StructuredOutput:
         """Output that is one call, or several where `many`, of these tools; or else `content`."""
-        calls = []
+        forms = []
         for tool in tools:
             function = tool["function"]
-            begin = self.before_name + self._name(function["name"]) + self.before_arguments
+            begin, end = self._around_arguments(function["name"])
             schema = function.get("parameters") or _NO_PARAMETERS
-            calls.append(spec.ToolCallForm(begin, schema, self.end, strict=bool(function.get("strict"))))
+            forms.append(spec.ToolCallForm(begin, schema, end, strict=bool(function.get("strict"))))
         return spec.tool_calls(
-            calls, prefix=self.prefix, suffix=self.suffix, separator=self.separator, many=many, content=content
+            forms, prefix=self.prefix, suffix=self.suffix, separator=self.separator, many=many, content=content
         )
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Calls of an earlier turn as the model would have written them."""
-        texts = [
-            self.before_name
-            + self._name(call["function"]["name"])
-            + self.before_arguments
-            + json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            + self.end
-            for call in calls
-        ]
-        return self.prefix + self.separator.join(texts) + self.suffix
+        return self.prefix + self.separator.join(self._written(call["function"]) for call in calls) + self.suffix
 
-    def _name(self, name: str) -> str:
-        return name if self.has_bare_names else json.dumps(name)
+    def _written(self, function: Mapping[str, Any]) -> str:
+        begin, end = self._around_arguments(function["name"])
+        return begin + json.dumps(function["arguments"], ensure_ascii=False) + end
+
+    def _around_arguments(self, name: str) -> tuple[str, str]:
+        begin, _, end = self.call.partition("ARGUMENTS")
+        return begin.replace("NAME", name if self.has_bare_names else json.dumps(name), 1), end
 
 
 HERMES = ToolFormat(
     name="hermes",
-    before_name='<tool_call>\n{"name": ',
-    before_arguments=', "arguments": ',
-    end="}\n</tool_call>",
-    prefix="",
-    suffix="",
+    call='<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>',
     separator="\n",
     marks=(HermesReader.begin, HermesReader.end),
     reader=HermesReader,
@@ -88,11 +76,7 @@ HERMES = ToolFormat(
 )
 LLAMA3 = ToolFormat(
     name="llama3_json",
-    before_name='{"name": ',
-    before_arguments=', "parameters": ',
-    end="}",
-    prefix="",
-    suffix="",
+    call='{"name": NAME, "parameters": ARGUMENTS}',
     separator="; ",
     marks=(LlamaReader.begin,),
     reader=LlamaReader,
@@ -100,9 +84,7 @@ LLAMA3 = ToolFormat(
 )
 MISTRAL = ToolFormat(
     name="mistral",
-    before_name='{"name": ',
-    before_arguments=', "arguments": ',
-    end="}",
+    call='{"name": NAME, "arguments": ARGUMENTS}',
     prefix="[TOOL_CALLS][",
     suffix="]",
     separator=", ",
@@ -113,11 +95,7 @@ MISTRAL = ToolFormat(
 # Models since 2025: the name stands bare, and arguments follow their own mark.
 MISTRAL_ARGS = ToolFormat(
     name="mistral_args",
-    before_name="[TOOL_CALLS]",
-    before_arguments="[ARGS]",
-    end="",
-    prefix="",
-    suffix="",
+    call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
     separator="",
     marks=(MistralReader.begin, MistralReader.args_mark),
     reader=MistralReader,

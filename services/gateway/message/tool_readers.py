@@ -6,32 +6,12 @@ looks like a call and is none (no JSON, no known tool) comes out as content.
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from services.gateway.message.json_call import JsonCall, JsonValue
-from services.gateway.message.parts import MessagePart, ToolCallDelta
-
-_ALPHANUMERIC = string.ascii_letters + string.digits
-
-
-def call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-def short_call_id() -> str:
-    """Nine letters and digits, the one form that Mistral's templates take."""
-    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-
-
-def held_length(text: str, marker: str) -> int:
-    """How much of the end of `text` may be the beginning of `marker`."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
+from services.gateway.message.calls import Calls, Content, OneCall, call_id, held_length, short_call_id
+from services.gateway.message.json_call import JsonValue
+from services.gateway.message.parts import MessagePart
 
 
 class ToolReader(Protocol):
@@ -44,101 +24,15 @@ class ToolReader(Protocol):
         ...
 
 
-class _Calls:
-    """The calls of one message: their indexes and ids, and which names are tools.
-
-    Args:
-        names: of the tools there are.
-        max_calls: later ones are dropped; 0: no limit.
-    """
-
-    def __init__(self, names: Collection[str], max_calls: int, new_id: Callable[[], str]) -> None:
-        self._names = names
-        self._max_calls = max_calls
-        self._new_id = new_id
-        self.count = 0
-        self._dropping = False
-
-    def begin(self, name: str, part: MessagePart) -> bool:
-        """False when there is no such tool."""
-        if name not in self._names:
-            return False
-        self._dropping = 0 < self._max_calls <= self.count
-        if not self._dropping:
-            part.tool_calls.append(ToolCallDelta(self.count, call_id=self._new_id(), name=name))
-        self.count += 1
-        return True
-
-    def arguments(self, text: str, part: MessagePart) -> None:
-        if text and not self._dropping:
-            part.tool_calls.append(ToolCallDelta(self.count - 1, text))
-
-
-class _Content:
-    """Content around calls: white space waits, since what stands beside a call is not content."""
-
-    def __init__(self, calls: _Calls) -> None:
-        self._calls = calls
-        self._blank = ""
-        self._has_begun = False
-
-    def push(self, text: str, part: MessagePart) -> None:
-        text = self._blank + text
-        kept = text.rstrip()
-        if not kept:
-            self._blank = text
-            return
-        self._blank = text[len(kept) :]
-        part.content += kept if self._has_begun or not self._calls.count else kept.lstrip()
-        self._has_begun = True
-
-    def call_follows(self) -> None:
-        self._blank = ""
-
-    def finish(self, part: MessagePart) -> None:
-        if not self._calls.count:
-            part.content += self._blank
-        self._blank = ""
-
-
-class _OneCall:
-    """Reads one JSON call for a reader that knows where it begins."""
-
-    def __init__(self, calls: _Calls) -> None:
-        self._calls = calls
-        self._json = JsonCall()
-        # It names a tool that there is.
-        self.is_call = False
-        self._names_nothing = False
-
-    def push(self, text: str, part: MessagePart) -> int:
-        """How much it took."""
-        taken = self._json.push(text)
-        if not self.is_call and self._json.name:
-            self.is_call = self._calls.begin(self._json.name, part)
-            self._names_nothing = not self.is_call
-        if self.is_call:
-            self._calls.arguments(self._json.take_arguments(), part)
-        return taken
-
-    @property
-    def is_over(self) -> bool:
-        return self._json.is_done or self._json.is_broken or self._names_nothing
-
-    @property
-    def raw(self) -> str:
-        return self._json.raw
-
-
 class HermesReader:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, SmolLM and many more."""
 
     begin, end = "<tool_call>", "</tool_call>"
 
     def __init__(self, names: Collection[str], max_calls: int) -> None:
-        self._calls = _Calls(names, max_calls, call_id)
-        self._content = _Content(self._calls)
-        self._call: _OneCall | None = None
+        self._calls = Calls(names, max_calls, call_id)
+        self._content = Content(self._calls)
+        self._call: OneCall | None = None
         self._after_call = False
         self._held = ""
 
@@ -166,10 +60,10 @@ class HermesReader:
                 break
             self._content.push(text[:place], part)
             text = text[place + len(self.begin) :]
-            self._call = _OneCall(self._calls)
+            self._call = OneCall(self._calls)
         return part
 
-    def _in_call(self, call: _OneCall, text: str, part: MessagePart) -> str:
+    def _in_call(self, call: OneCall, text: str, part: MessagePart) -> str:
         taken = call.push(text, part)
         if call.is_call:
             self._content.call_follows()
@@ -196,8 +90,8 @@ class LlamaReader:
     begin, separator = "<|python_tag|>", ";"
 
     def __init__(self, names: Collection[str], max_calls: int) -> None:
-        self._calls = _Calls(names, max_calls, call_id)
-        self._call: _OneCall | None = None
+        self._calls = Calls(names, max_calls, call_id)
+        self._call: OneCall | None = None
         self._is_content = False
         # What stood before the call that is being read.
         self._before = ""
@@ -233,7 +127,7 @@ class LlamaReader:
                 part.content += text
                 break
             self._before, text = text[: len(text) - len(start)], start
-            self._call = _OneCall(self._calls)
+            self._call = OneCall(self._calls)
         return part
 
     def finish(self) -> MessagePart:
@@ -251,11 +145,11 @@ class MistralReader:
     begin, args_mark = "[TOOL_CALLS]", "[ARGS]"
 
     def __init__(self, names: Collection[str], max_calls: int) -> None:
-        self._calls = _Calls(names, max_calls, short_call_id)
-        self._content = _Content(self._calls)
+        self._calls = Calls(names, max_calls, short_call_id)
+        self._content = Content(self._calls)
         # What the next text belongs to.
         self._state: Callable[[str, MessagePart], str] = self._in_content
-        self._call: _OneCall | None = None
+        self._call: OneCall | None = None
         self._value = JsonValue()
         self._held = ""
 
@@ -289,7 +183,7 @@ class MistralReader:
         if not rest:
             return ""
         if rest[0] == "{":
-            self._call = _OneCall(self._calls)
+            self._call = OneCall(self._calls)
             self._state = self._in_call
             return rest
         self._state = self._in_content

@@ -17,6 +17,7 @@ from services.gateway.parsing.messages import parse_messages
 from services.gateway.parsing.sampling import (
     check_logprobs,
     invalid,
+    num_alternatives,
     parse_cache_salt,
     parse_n,
     parse_priority,
@@ -42,6 +43,9 @@ async def parse_chat(body: ChatRequest, *, identity: Identity, model: ServedMode
     check_max_tokens(asked, limits, param)
     refuse_unsupported(body)
     form = parse_structured(body)
+    if len(body.tools or ()) > limits.max_model_len:
+        # The model is shown each of them.
+        raise too_long(len(body.tools or ()), limits, at_least=True)
     tools = parse_tools(body)
     stream = parse_stream(body)
     logprobs = _logprobs(body, limits)
@@ -75,7 +79,7 @@ async def parse_chat(body: ChatRequest, *, identity: Identity, model: ServedMode
             stream=stream.stream,
             include_usage=stream.include_usage,
             continuous_usage=stream.continuous_usage,
-            logprobs=logprobs,
+            logprobs=num_alternatives(logprobs, sampling),
             prompt_logprobs=prompt_logprobs,
             return_token_ids=bool(body.return_token_ids),
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
@@ -133,13 +137,18 @@ async def _prompt(
 
 def _message_form(body: ChatRequest, tools: AskedTools | None, prompt: str, model: ServedModel) -> MessageForm | None:
     """How answers are read; None when their text is nothing but content."""
-    reasoning = model.reasoning_format
+    reasoning, budget = model.reasoning_format, body.thinking_token_budget
+    if budget is not None and budget < -1:
+        raise invalid("thinking_token_budget must be at least 0, or -1 for no limit.", "thinking_token_budget", budget)
     if reasoning is None and tools is None:
         return None
+    ends = [] if reasoning is None else model.tokenizer.encode(reasoning.end, add_special_tokens=False)
     return MessageForm(
         reasoning=reasoning,
         reasoning_is_open=reasoning is not None and reasoning.is_open_after(prompt),
         include_reasoning=body.include_reasoning is not False,
+        max_reasoning_tokens=None if budget == -1 else budget,
+        reasoning_end_ids=ends,
         tools=None if tools is None else model.tool_format,
         tool_names=frozenset() if tools is None else frozenset(tool["function"]["name"] for tool in tools.callable),
         max_calls=0 if tools is None or tools.many else 1,

@@ -29,6 +29,14 @@ _NAMES = (
     ("messages", "input"),
     (".function.", "."),
 )
+# What OpenAI runs itself.
+_HOSTED_TOOLS = frozenset(
+    {
+        "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search",
+        "image_generation", "local_shell", "mcp", "namespace", "shell", "tool_search", "web_search",
+        "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
+    }
+)  # fmt: skip
 _MAX_METADATA = 16
 _MAX_METADATA_CHARACTERS = 512
 
@@ -104,8 +112,6 @@ def _refuse(body: ResponsesRequest) -> None:
         raise UnsupportedError("Stored prompts are not supported; send instructions and input.", "prompt")
     if body.truncation not in (None, "auto", "disabled"):
         raise invalid("truncation must be auto or disabled.", "truncation", body.truncation)
-    if body.background and body.stream:
-        raise UnsupportedError("A background response cannot be streamed.", "background")
     if body.background and body.store is False:
         raise invalid("A background response must be stored.", "store")
     metadata = body.metadata or {}
@@ -162,8 +168,10 @@ def _tools(body: ResponsesRequest) -> tuple[list[dict[str, Any]] | None, Any]:
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
         raise InvalidRequestError(f"{where} must be {{'type': 'function', 'name': ...}}.", where)
+    if tool["type"] in _HOSTED_TOOLS:
+        raise UnsupportedError(f"{where}: tools of type {tool['type']!r} are not supported.", where)
     if tool["type"] != "function":
-        raise UnsupportedError(f"{where}: tools of type {shown(tool['type'])!r} are not supported.", where)
+        raise InvalidRequestError(f"{where}: there are no tools of type {shown(tool['type'])!r}.", f"{where}.type")
     kept = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in kept if tool.get(name) is not None}}
 

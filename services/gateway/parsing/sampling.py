@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +20,10 @@ MAX_STOP_CHARACTERS = 4096
 MAX_LOGIT_BIASES = 4096
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 _INT32 = 2**31
+# int() alone takes blanks, underscores and the digits of all scripts too.
+_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 
 
 def invalid(message: str, param: str, value: Any = None) -> InvalidRequestError:
@@ -44,7 +48,7 @@ def parse_sampling(
     Raises:
         InvalidRequestError: a value out of its range, named.
     """
-    return SamplingParams(
+    sampling = SamplingParams(
         temperature=_temperature(body, defaults),
         top_p=_top_p(body, defaults),
         top_k=_top_k(body, limits, defaults),
@@ -62,7 +66,10 @@ def parse_sampling(
         bad_words=_bad_words(body.bad_words, tokenizer),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_token_ids=_logprob_token_ids(body, logprobs, limits),
     )
+    _check_something_is_allowed(sampling)
+    return sampling
 
 
 def parse_text_options(body: GenerationFields) -> TextOptions:
@@ -106,8 +113,11 @@ def refuse_unsupported(body: GenerationFields) -> None:
     """What would change the text if it were left out silently."""
     if body.use_beam_search:
         raise UnsupportedError("Beam search is not supported.", "use_beam_search")
-    if body.logprob_token_ids:
-        raise UnsupportedError("logprob_token_ids is not supported.", "logprob_token_ids")
+
+
+def num_alternatives(logprobs: int | None, sampling: SamplingParams) -> int | None:
+    """How many are shown with each output token: the most likely, and those asked for by their ids."""
+    return None if logprobs is None else logprobs + len(sampling.logprob_token_ids)
 
 
 def check_logprobs(count: int | None, limits: Limits, param: str) -> int | None:
@@ -220,6 +230,31 @@ def _allowed(body: GenerationFields, limits: Limits) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_token_ids(body.allowed_token_ids, "allowed_token_ids", limits)))
 
 
+def _check_something_is_allowed(sampling: SamplingParams) -> None:
+    """
+    Raises:
+        InvalidRequestError: every allowed token is banned by another field from the first token on.
+    """
+    banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.min_tokens:
+        banned |= sampling.stop_token_ids | sampling.eos_token_ids
+    if sampling.allowed_token_ids and banned.issuperset(sampling.allowed_token_ids):
+        raise invalid(
+            "allowed_token_ids holds nothing but tokens that bad_words or min_tokens forbid.", "allowed_token_ids"
+        )
+
+
+def _logprob_token_ids(body: GenerationFields, logprobs: int | None, limits: Limits) -> tuple[int, ...]:
+    ids = body.logprob_token_ids or ()
+    if ids and logprobs is None:
+        raise invalid("`logprob_token_ids` are told with `logprobs`, which must be set.", "logprob_token_ids")
+    if len(ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise invalid(
+            f"logprob_token_ids may hold at most {MAX_LOGPROB_TOKEN_IDS} tokens, got {len(ids)}.", "logprob_token_ids"
+        )
+    return tuple(dict.fromkeys(_token_ids(list(ids), "logprob_token_ids", limits)))
+
+
 def _logit_bias(given: Any, limits: Limits) -> tuple[tuple[int, float], ...]:
     if given is None:
         return ()
@@ -229,13 +264,12 @@ def _logit_bias(given: Any, limits: Limits) -> tuple[tuple[int, float], ...]:
         raise invalid(f"logit_bias may name at most {MAX_LOGIT_BIASES} tokens, got {len(given)}.", "logit_bias")
     biases: dict[int, float] = {}
     for key, value in given.items():
-        try:
-            token_id = int(key)
-        except (TypeError, ValueError):
+        if not _TOKEN_ID.fullmatch(key):
             raise invalid(
                 f"logit_bias contains key(s) that cannot be converted to integer token IDs: ['{shown(key)}']",
                 "logit_bias",
-            ) from None
+            )
+        token_id = int(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise invalid("logit_bias values must be finite numbers.", "logit_bias", value)
         biases[token_id] = min(100.0, max(-100.0, float(value)))

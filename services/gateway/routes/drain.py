@@ -13,7 +13,7 @@ from biphase.errors import NotFoundError, UnauthorizedError
 from biphase.rpc.errors import from_rpc_error
 from biphase.rpc.v1 import node_pb2, node_pb2_grpc
 from biphase.telemetry.events import event_logger
-from services.gateway.bodies import body_schema, read_body
+from services.gateway.bodies import BodyReader, body_schema
 from services.gateway.gateway import Gateway
 from services.gateway.http_errors import shown
 from services.gateway.key_file import digest_of
@@ -34,11 +34,12 @@ class DrainRequest(Body):
 
 def routes(gateway: Gateway) -> APIRouter:
     router = APIRouter()
+    bodies = BodyReader(_MAX_BODY_BYTES)
 
     @router.post("/drain", openapi_extra=body_schema(DrainRequest), summary="Send a process off: needs the admin key")
     async def drain(request: Request) -> dict[str, Any]:
         _require_admin(gateway.settings.admin_key, request.headers.get("authorization"))
-        body = await read_body(request, DrainRequest, _MAX_BODY_BYTES)
+        body = await bodies.read(request, DrainRequest)
         if body.node == gateway.node_id:
             gateway.begin_drain()
             return {"node": gateway.node_id, "incarnation": gateway.incarnation, "state": "draining"}

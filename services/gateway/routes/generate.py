@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.gateway.answers import streamed_answer, whole_answer
-from services.gateway.bodies import body_schema, read_body
+from services.gateway.bodies import body_schema
 from services.gateway.domain import Endpoint, Generation
 from services.gateway.frames.chat import ChatFrames
 from services.gateway.frames.completions import CompletionFrames
@@ -27,7 +27,7 @@ def routes(gateway: Gateway) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest), summary="Chat completion")
     async def chat_completions(request: Request) -> Response:
         arrival = time.monotonic()
-        body = await read_body(request, ChatRequest, gateway.settings.max_request_bytes)
+        body = await gateway.bodies.read(request, ChatRequest)
         generation = await parse_chat(
             body,
             identity=_identity(Endpoint.CHAT, request, body),
@@ -40,7 +40,7 @@ def routes(gateway: Gateway) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest), summary="Text completion")
     async def completions(request: Request) -> Response:
         arrival = time.monotonic()
-        body = await read_body(request, CompletionRequest, gateway.settings.max_request_bytes)
+        body = await gateway.bodies.read(request, CompletionRequest)
         generation = await parse_completion(
             body,
             identity=_identity(Endpoint.COMPLETIONS, request, body),
@@ -62,5 +62,7 @@ async def _answer(
 ) -> Response:
     run = await begin_run(gateway, request, generation, arrival)
     if generation.answer.stream:
-        return await streamed_answer(run, frames, request.receive, gateway.slow_readers)
+        return await streamed_answer(
+            run, frames, request.receive, gateway.slow_readers, gateway.settings.sse_keep_alive_seconds
+        )
     return await whole_answer(run, frames, request.receive)

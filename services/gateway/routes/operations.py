@@ -17,6 +17,7 @@ from biphase.errors import UnavailableError
 from biphase.rpc.v1 import node_pb2
 from services.gateway.gateway import Gateway
 from services.gateway.node import Node
+from services.gateway.routes.query import query_flag, query_parameters
 
 
 def routes(gateway: Gateway) -> APIRouter:
@@ -38,6 +39,17 @@ def routes(gateway: Gateway) -> APIRouter:
     @router.get("/load", summary="Requests being answered")
     async def load() -> dict[str, int]:
         return {"server_load": gateway.recorder.num_open}
+
+    @router.post(
+        "/reset_prefix_cache",
+        summary="Forget cached prefixes; success is false when running requests keep some",
+        openapi_extra=query_parameters(reset_running_requests="boolean", reset_external="boolean"),
+    )
+    async def reset_prefix_cache(request: Request) -> dict[str, bool]:
+        # Running requests keep their blocks, whatever reset_running_requests says: the answer tells.
+        query_flag(request, "reset_running_requests")
+        roles = ("decode", "prefill", "kvstore") if query_flag(request, "reset_external") else ("decode", "prefill")
+        return {"success": await gateway.nodes.reset_caches(roles)}
 
     @router.get("/metrics", summary="Prometheus metrics")
     async def metrics() -> Response:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from biphase.errors import InvalidRequestError
-from services.gateway.bodies import body_schema, read_body
+from services.gateway.bodies import body_schema
 from services.gateway.domain import Limits
 from services.gateway.gateway import Gateway
 from services.gateway.http_errors import shown
@@ -24,7 +24,7 @@ def routes(gateway: Gateway) -> APIRouter:
 
     @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest), summary="Text or chat to token ids")
     async def tokenize(request: Request) -> dict[str, Any]:
-        body = await read_body(request, TokenizeRequest, gateway.settings.max_request_bytes)
+        body = await gateway.bodies.read(request, TokenizeRequest)
         gateway.model.check_name(body.model)
         length = gateway.max_model_len()
         token_ids = await _token_ids(gateway, body, length or 2**20)
@@ -40,7 +40,7 @@ def routes(gateway: Gateway) -> APIRouter:
 
     @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest), summary="Token ids to text")
     async def detokenize(request: Request) -> dict[str, Any]:
-        body = await read_body(request, DetokenizeRequest, gateway.settings.max_request_bytes)
+        body = await gateway.bodies.read(request, DetokenizeRequest)
         gateway.model.check_name(body.model)
         tokenizer = gateway.model.tokenizer
         for place, token_id in enumerate(body.tokens):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from biphase.index.embedded import EmbeddedValkey
 from biphase.model.source import resolve_model
 from biphase.settings import parse_flags
 from biphase.tokenizer.loader import LoadedTokenizer, load_tokenizer
@@ -153,6 +154,12 @@ async def start_gateway(gateway_tokenizer: LoadedTokenizer) -> AsyncIterator[Sta
         yield start
         for context in reversed(stack):
             await context.__aexit__(None, None, None)
+
+
+@pytest.fixture
+def gateway_redis() -> Iterator[EmbeddedValkey]:
+    with EmbeddedValkey() as server:
+        yield server
 
 
 @pytest.fixture

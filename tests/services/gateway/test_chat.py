@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
+from biphase.errors import InternalError
 from biphase.rpc.v1 import common_pb2
 from tests.fakes import FakeDecode
 from tests.services.gateway.conftest import TEXT, StartGateway, finishes, text_of
@@ -279,6 +281,19 @@ async def test_token_ids_come_back_when_asked(start_gateway: StartGateway, says:
     assert [i for chunk in chunks for c in chunk["choices"] for i in c.get("token_ids", [])] == expected
 
 
+async def test_logprobs_of_named_tokens(start_gateway: StartGateway, says: Says) -> None:
+    running = await start_gateway(says())
+    body = (await running.chat(logprobs=True, top_logprobs=1, logprob_token_ids=[7, 9, 7], max_tokens=2)).json()
+    assert list(running.workers[0].seen[-1].request.sampling.logprob_token_ids) == [7, 9]
+    for entry in body["choices"][0]["logprobs"]["content"]:
+        assert [other["token"] for other in entry["top_logprobs"]][1:] == ["<gh_stars>", "<issue_comment>"]
+    completion = (await running.complete(logprobs=0, logprob_token_ids=[19556], max_tokens=1)).json()
+    assert "Hello" in completion["choices"][0]["logprobs"]["top_logprobs"][0]
+    for wrong in ({"logprob_token_ids": [5]}, {"logprobs": True, "logprob_token_ids": [10**6]},
+                  {"logprobs": True, "logprob_token_ids": list(range(129))}):  # fmt: skip
+        assert (await running.chat(**wrong)).json()["error"]["param"] == "logprob_token_ids"
+
+
 async def test_logprobs_in_streams(start_gateway: StartGateway, says: Says) -> None:
     running = await start_gateway(says(" 🦙 x"))
     chunks = await running.stream(logprobs=True, top_logprobs=1, max_tokens=5)
@@ -289,3 +304,31 @@ async def test_logprobs_in_streams(start_gateway: StartGateway, says: Says) -> N
     assert bytes(value for entry in entries for value in entry["bytes"]).decode(errors="replace").startswith(" 🦙")
     assert all(entry["token"] for entry in entries)
     assert json.dumps(entries, allow_nan=False)
+
+
+async def test_comments_keep_a_silent_stream_alive(start_gateway: StartGateway, says: Says) -> None:
+    running = await start_gateway(
+        says(first_delay_seconds=0.3, delay_seconds=0.12, fails_after=(5, InternalError("broke"))),
+        sse_keep_alive_seconds=0.05,
+    )
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
+    raw = (await running.client.post("/v1/chat/completions", json=body)).text
+    # Before the first token, and between tokens.
+    assert raw.startswith(": keep-alive\n\n" * 4) and raw.count(": keep-alive\n\n") > 5
+    events = [part for part in raw.removesuffix("\n\n").split("\n\n") if part != ": keep-alive"]
+    assert events[-1] == "data: [DONE]" and len(events) == 6
+    responses = {"input": "hi", "max_output_tokens": 3, "stream": True}
+    raw = (await running.client.post("/v1/responses", json=responses)).text
+    assert raw.startswith(": keep-alive\n\n") and "response.incomplete" in raw
+    # It has begun, so what fails is told in the stream.
+    running.workers[0].refuses = InternalError("broke")
+    running.workers[0].first_delay_seconds = 0.0
+    assert (await running.chat(stream=True)).status_code == 500
+    running.workers[0].refuses, running.workers[0].fails_after = None, (0, InternalError("broke"))
+    running.workers[0].first_delay_seconds = 0.2
+    raw = (await running.client.post("/v1/chat/completions", json=body)).text
+    assert '"code":500' in raw and raw.endswith("data: [DONE]\n\n")
+    running.workers[0].fails_after = None
+    with pytest.raises(httpx.ReadTimeout):
+        await running.client.post("/v1/chat/completions", json=body | {"max_tokens": 1000}, timeout=0.1)
+    await running.settle(lambda: running.workers[0].num_running == 0)

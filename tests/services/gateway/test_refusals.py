@@ -223,11 +223,13 @@ async def test_unknown_fields_are_ignored_but_never_what_changes_the_text(refusi
         "stream_interval": 3, "length_penalty": 1.1, "vllm_xargs": {},
     }  # fmt: skip
     assert (await refusing.chat(**ignored)).status_code == 200
-    for fields in ({"use_beam_search": True}, {"logprob_token_ids": [5]}):
-        assert error_of(await refusing.chat(**fields), 400)["type"] == "NotImplementedError"
+    response = await refusing.chat(use_beam_search=True)
+    assert error_of(response, 501)["type"] == "NotImplementedError"
+    # Clients would send it again.
+    assert response.headers["x-should-retry"] == "false"
     assert (await refusing.chat(response_format={"type": "text"})).status_code == 200
     assert (await refusing.chat(tools=[TOOL], tool_choice="auto")).status_code == 200
-    error_of(await refusing.complete(suffix="x"), 400)
+    error_of(await refusing.complete(suffix="x"), 501)
 
 
 async def test_paths_methods_and_models(refusing: Running) -> None:

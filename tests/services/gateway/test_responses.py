@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from openai.types.responses import Response
 
 from biphase.errors import InternalError
+from biphase.index.embedded import EmbeddedValkey
 from tests.fakes import FakeDecode
 from tests.services.gateway.conftest import TEXT, Running, StartGateway
 
@@ -156,7 +158,8 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"text": {"format": {"type": "yaml"}}}, 400, "text.format"),
     ({"text": {"format": {"type": "json_schema"}}}, 400, "text.format"),
     ({"text": 5}, 400, "body.text"),
-    ({"tools": [{"type": "web_search"}]}, 400, "tools.0"),
+    ({"tools": [{"type": "web_search"}]}, 501, "tools.0"),
+    ({"tools": [{"type": "nonsense"}]}, 400, "tools.0.type"),
     ({"tools": [{"type": "function"}]}, 400, "tools.0.name"),
     ({"tools": [5]}, 400, "tools.0"),
     ({"tool_choice": "required"}, 400, "tool_choice"),
@@ -164,9 +167,8 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"truncation": "maybe"}, 400, "truncation"),
     ({"metadata": {"a": 5}}, 400, "metadata"),
     ({"reasoning": {"effort": 5}}, 400, "reasoning.effort"),
-    ({"conversation": "conv_1"}, 400, "conversation"),
-    ({"prompt": {"id": "p"}}, 400, "prompt"),
-    ({"background": True, "stream": True}, 400, "background"),
+    ({"conversation": "conv_1"}, 501, "conversation"),
+    ({"prompt": {"id": "p"}}, 501, "prompt"),
     ({"background": True, "store": False}, 400, "store"),
     ({"previous_response_id": "resp_nope"}, 404, "response_id"),
     ({"model": "nope"}, 404, "model"),
@@ -204,6 +206,73 @@ async def test_background_responses(start_gateway: StartGateway, says: Says) -> 
     plain = (await create(running)).json()
     refused = await running.client.post(f"/v1/responses/{plain['id']}/cancel")
     assert refused.status_code == 400
+
+
+async def test_background_responses_are_streamed(start_gateway: StartGateway, says: Says) -> None:
+    running = await start_gateway(says(delay_seconds=0.02))
+    body = {"model": "smol", "input": "Say hi", "max_output_tokens": 30, "background": True, "stream": True}
+    async with running.client.stream("POST", "/v1/responses", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        first = await anext(response.aiter_text())
+    # The client went away; the response goes on.
+    created = json.loads(first.split("\n")[1].removeprefix("data: "))["response"]
+    path = f"/v1/responses/{created['id']}"
+    assert (await running.client.get(path)).json()["status"] == "in_progress"
+    live = events_of((await running.client.get(path + "?stream=true")).text)
+    done = (await running.client.get(path)).json()
+    assert live[0]["type"] == "response.created" and live[-1]["response"] == done
+    assert done["status"] == "incomplete" and done["usage"]["output_tokens"] == 30
+    text = "".join(event["delta"] for event in live if event["type"] == "response.output_text.delta")
+    assert text == done["output"][0]["content"][0]["text"]
+    assert events_of((await running.client.get(path + "?stream=1")).text) == live
+    rest = (await running.client.get(path + "?stream=true&starting_after=4")).text
+    numbers = [json.loads(line[6:])["sequence_number"] for line in rest.splitlines() if line.startswith("data: ")]
+    assert numbers == list(range(5, len(live)))
+    for query in ("?stream=maybe", "?stream=true&starting_after=-1"):
+        assert (await running.client.get(path + query)).status_code == 400
+    await running.client.delete(path)
+    assert (await running.client.get(path + "?stream=true")).status_code == 404
+
+
+async def test_a_cancelled_stream_ends(start_gateway: StartGateway, says: Says) -> None:
+    running = await start_gateway(says(delay_seconds=0.02))
+    task = asyncio.create_task(create(running, background=True, stream=True, max_output_tokens=1500))
+    await running.settle(lambda: bool(running.workers[0].seen))
+    (response_id,) = running.gateway.background.running_ids
+    assert (await running.client.post(f"/v1/responses/{response_id}/cancel")).json()["status"] == "cancelled"
+    events = events_of((await task).text)
+    assert events[-1]["type"] == "response.incomplete" and events[-1]["response"]["status"] == "cancelled"
+
+
+async def test_stored_responses_are_streamed(responding: Running) -> None:
+    body = (await create(responding, max_output_tokens=100)).json()
+    streamed = events_of((await create(responding, max_output_tokens=100, stream=True)).text)
+    path = f"/v1/responses/{body['id']}?stream=true"
+    events = events_of((await responding.client.get(path)).text)
+    assert events[-1]["response"] == body
+    kinds = [event["type"] for event in streamed]
+    first = kinds.index("response.output_text.delta")
+    assert [event["type"] for event in events] == [
+        *kinds[: first + 1],
+        *(kind for kind in kinds[first:] if kind != "response.output_text.delta"),
+    ]
+    assert [event["delta"] for event in events if "delta" in event] == [TEXT]
+    queued = (await create(responding, background=True, max_output_tokens=1500)).json()
+    await responding.client.post(f"/v1/responses/{queued['id']}/cancel")
+
+
+async def test_another_gateway_streams_a_background_response(
+    start_gateway: StartGateway, says: Says, gateway_redis: EmbeddedValkey
+) -> None:
+    worker = says(delay_seconds=0.02)
+    await worker.start()
+    one = await start_gateway(worker, redis_url=gateway_redis.url, decode_nodes=(worker.address,))
+    other = await start_gateway(redis_url=gateway_redis.url)
+    task = asyncio.create_task(create(one, background=True, stream=True, max_output_tokens=30))
+    await one.settle(lambda: bool(worker.seen))
+    (response_id,) = one.gateway.background.running_ids
+    told = events_of((await other.client.get(f"/v1/responses/{response_id}?stream=true")).text)
+    assert told == events_of((await task).text) and told[-1]["type"] == "response.incomplete"
 
 
 async def test_the_openai_sdk(responding: Running) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from biphase.rpc.v1 import decode_pb2
 from biphase.tokenizer.chat_template import ChatTemplate
 from biphase.tokenizer.loader import LoadedTokenizer
 from tests.fakes import FakeDecode
-from tests.services.gateway.conftest import Running, StartGateway, running_gateway
+from tests.services.gateway.conftest import Running, StartGateway, finishes, running_gateway, text_of
 
 Says = Callable[..., FakeDecode]
 TOOL = {
@@ -183,6 +184,36 @@ async def test_reasoning_stands_beside_the_content(thinking_model: LoadedTokeniz
         hidden = (await running.chat(max_tokens=60, include_reasoning=False)).json()["choices"][0]["message"]
         assert (hidden["reasoning"], hidden["content"]) == (None, "Yes.")
         assert "reasoning_content" not in hidden
+
+
+async def test_reasoning_is_ended_when_its_tokens_are_used_up(thinking_model: LoadedTokenizer, says: Says) -> None:
+    encode = thinking_model.tokenizer.encode
+    thoughts, answer, end = encode("<think>" + " hm" * 50), encode(" Yes."), encode("</think>")
+
+    def script(request: decode_pb2.GenerateRequest) -> list[int]:
+        """Thinks on and on, until it stands behind the end of its thoughts."""
+        said = list(request.token_ids[request.num_prompt_tokens :])
+        for place in range(len(said)):
+            if said[place : place + len(end)] == end:
+                return [*said[: place + len(end)], *answer, 2]
+        return thoughts
+
+    async with running_gateway(thinking_model, [FakeDecode(script=script)]) as running:
+        for budget in (0, 1, 7):
+            fields = {"max_tokens": 80, "thinking_token_budget": budget}
+            body = (await running.chat(**fields, logprobs=True)).json()
+            choice = body["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("Yes.", "stop")
+            thought = (choice["message"]["reasoning"] or "").split()
+            assert min(budget, 1) <= len(thought) <= budget and set(thought) <= {"hm", "h"}
+            assert len(choice["logprobs"]["content"]) == body["usage"]["completion_tokens"]
+            chunks = await running.stream(**fields)
+            assert text_of(chunks) == "Yes." and finishes(chunks) == {0: ["stop"]}
+        assert running.workers[0].num_running == 0
+        # There is no room for the end of it, and none is asked for.
+        for more in ({"max_tokens": 9, "thinking_token_budget": 8}, {"max_tokens": 30, "thinking_token_budget": -1}):
+            assert (await running.chat(**more)).json()["choices"][0]["finish_reason"] == "length"
+        assert (await running.chat(thinking_token_budget=-2)).status_code == 400
 
 
 async def test_grammars_begin_after_reasoning(thinking_model: LoadedTokenizer, says: Says) -> None:

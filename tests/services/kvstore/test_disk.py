@@ -146,6 +146,18 @@ def test_writes_reads_and_survives(tmp_path: Path) -> None:
     again.close()
 
 
+def test_cleared_blocks_leave_index_and_disk(tmp_path: Path) -> None:
+    tier = Tier(tmp_path)
+    tier.put(h(1), h(2))
+    assert tier.settled() == {h(1), h(2)}
+    tier.tier.clear()
+    assert tier.settled() == set() and not tier.read(h(1))
+    tier.close()
+    again = Tier(tmp_path)
+    assert again.settled() == set()
+    again.close()
+
+
 def test_size_is_bounded_last_used_stays_across_lives(tmp_path: Path) -> None:
     tier = Tier(tmp_path, num_blocks=4)
     tier.put(*(h(n) for n in range(4)))

@@ -95,6 +95,20 @@ def test_a_tenant_at_its_quota_pushes_out_its_own() -> None:
     assert residency.num_tenants == 0
 
 
+def test_clear_forgets_what_nobody_holds() -> None:
+    residency = Residency(BlockPool(8))
+    fill(residency, "c1", "c2")
+    fill(residency, "a1", "a2", tenant="a")
+    leased = [block_id for block_id, _ in residency.pool.lease_chain([h("a2")])]
+    assert not residency.clear()
+    residency.check_integrity()
+    assert held(residency, "c1", "c2", "a1", "a2") == ["a2"] and residency.num_blocks_of("a") == 1
+    residency.pool.release(leased)
+    assert residency.clear()
+    residency.check_integrity()
+    assert residency.num_tenants == 0 and not residency.pool.num_cached
+
+
 def test_random_operations() -> None:
     for seed in range(10):
         rng = random.Random(seed)
