@@ -50,15 +50,21 @@ def show_ready(
     for line_of_text in first_request(str(lines["gateway-0"]["address"]), settings, _served_name(lines, settings)):
         console.print(line_of_text, soft_wrap=True, markup=False)
     console.print()
+    if not any("--disable-ui" in argument for argument in settings.gateway_args):
+        console.print(f"{_url(str(lines['gateway-0']['address']))}/ui shows what goes on, and has a chat", markup=False)
+        console.print()
 
 
 def first_request(address: str, settings: ServeSettings, model: str) -> Iterator[str]:
     """One curl line that works as it stands."""
-    host, _, port = address.rpartition(":")
-    host = "127.0.0.1" if host in _ANY_ADDRESS else host
     key = ' -H "Authorization: Bearer $BIPHASE_API_KEY"' if settings.api_key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
-    yield f"curl http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    yield f"curl {_url(address)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+
+def _url(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"http://{'127.0.0.1' if host in _ANY_ADDRESS else host}:{port}"
 
 
 def _served_name(lines: Mapping[str, ReadyLine], settings: ServeSettings) -> str:
