@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -26,6 +27,7 @@ log = event_logger(__name__)
 HEARTBEAT_SECONDS = 1.0
 TTL_SECONDS = 5.0
 _LEFT = "left"
+_HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+):\d{1,5}", re.ASCII)
 # Ids of nodes that never said goodbye are forgotten after this long.
 _FORGET_SECONDS = 3600.0
 
@@ -74,6 +76,7 @@ class NodeRecord:
     incarnation: str
     pid: int
     address: str  # gRPC "host:port"
+    metrics_address: str = ""  # "host:port" of /metrics; empty: none of its own
     state: str = "ready"  # "starting", "ready", "draining"
     namespace: str = ""  # hex
     block_size: int = 0
@@ -93,24 +96,51 @@ class NodeRecord:
         """Reads a record of this or a neighbouring version: unknown fields are skipped, missing ones get defaults.
 
         Raises:
-            ValueError: not a record.
+            ValueError: not a record, or its address is no "host:port": gRPC would take names of sockets and files too.
         """
-        raw = json.loads(text)
+        try:
+            raw = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("a node record that is nested too deeply") from error
         if not isinstance(raw, dict):
             raise ValueError("a node record is a JSON object")
         nested = {
             "load": _parsed(NodeLoad, raw.get("load") or {}),
             "transfer": _parsed(TransferAddress, raw.get("transfer") or {}),
         }
-        return _parsed(NodeRecord, {**raw, **nested})
+        record = _parsed(NodeRecord, {**raw, **nested})
+        for address in (record.address, record.metrics_address):
+            if address and not _HOST_AND_PORT.fullmatch(address):
+                raise ValueError(f"a node record whose address is no host:port: {address[:100]!r}")
+        return record
 
 
 _R = TypeVar("_R", NodeLoad, TransferAddress, NodeRecord)
 
 
-def _parsed(kind: type[_R], raw: Mapping[str, Any]) -> _R:
+# What a field of a dataclass may be, by its annotation.
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "str": str,
+    "NodeId": str,
+    "int": int,
+    "float": (int, float),
+    "tuple[str, ...]": tuple,
+    "NodeLoad": NodeLoad,
+    "TransferAddress": TransferAddress,
+}
+
+
+def _parsed(kind: type[_R], raw: Any) -> _R:
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{kind.__name__} is a JSON object")
     known = [f.name for f in fields(kind) if f.name in raw]
     values: dict[str, Any] = {name: tuple(raw[name]) if isinstance(raw[name], list) else raw[name] for name in known}
+    for f in fields(kind):
+        value = values.get(f.name)
+        if f.name in values and not isinstance(value, _TYPES[str(f.type)]):
+            raise ValueError(f"{f.name} of a node record is of the wrong type")
+        if isinstance(value, tuple) and not all(isinstance(item, str) for item in value):
+            raise ValueError(f"{f.name} of a node record is no list of texts")
     try:
         return kind(**values)
     except TypeError as error:

@@ -56,6 +56,7 @@ class ClusterPlan:
     gateway_flags: Sequence[str] = ()
 
 
+    kvstore_flags: Sequence[str] = ()
 class ChaosCluster:
     """Running after `start`, gone after `close`."""
 
@@ -89,6 +90,7 @@ class ChaosCluster:
             )
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
             for number in range(count):
+                *plan.kvstore_flags,
                 self._add_worker(f"{role}-{number}", role)
         self._add(
             "gateway-0", "gateway", "--port", str(self.port), "--model", str(self._model),

@@ -30,7 +30,7 @@ class ServiceProcess:
         self.num_lives = 0
         self.frozen = False
         self._ready = False
-        self._argv = (*prefix, sys.executable, "-m", f"services.{role}", "--node-id", name, *flags)
+        self.argv = (*prefix, sys.executable, "-m", f"services.{role}", "--node-id", name, *flags)
         self._process: subprocess.Popen[bytes] | None = None
         self._ready_fd: int | None = None
 
@@ -42,6 +42,11 @@ class ServiceProcess:
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+    @property
+    def exit_code(self) -> int | None:
+        """Of the last life; None while it lasts."""
+        return None if self._process is None else self._process.poll()
+
 
     def start(self) -> None:
         """Starts it, without waiting for it."""
@@ -57,7 +62,7 @@ class ServiceProcess:
         }
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._argv, "--ready-fd", str(write_fd)],
+                [*self.argv, "--ready-fd", str(write_fd)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -101,15 +102,11 @@ def test_a_handshake_that_was_overheard(token: ServiceToken) -> None:
 
 
 def test_a_stranger_is_told_nothing_else(token: ServiceToken) -> None:
-    """Another layout, another node, another life: without the token no answer depends on it."""
+    """Another node, another life: without the token no answer depends on it."""
     with holding(Trust(token), ("tcp",)) as holder:
         for endpoint in (holder.endpoint, replace(holder.endpoint, incarnation="x", node_id="y")):
             result = read(holder, Trust(OTHER), "tcp", endpoint)
             assert isinstance(result.error, UnauthorizedError)
-        destination = Destination(4, 4096, ("tcp",), trust=Trust(OTHER))
-        result = destination.reader.read(holder.endpoint, "x", destination.requests([(0, 0)]), 5.0).result()
-        destination.close()
-        assert isinstance(result.error, UnauthorizedError)
 
 
 # ---- members that ask for what is not theirs
@@ -138,8 +135,6 @@ def test_another_life_and_another_namespace(token: ServiceToken, transport: str)
         earlier = replace(holder.endpoint, incarnation="an earlier life")
         error = read(holder, Trust(token), transport, earlier).error
         assert isinstance(error, StaleHandleError) and "an earlier life" in error.message
-        destination = Destination(4, BLOCK_BYTES, (transport,), allow_fallback=False, trust=Trust(token))
-        destination.close()
         other = replace(layout(BLOCK_BYTES), namespace=b"\x08" * 32)
         destination = Destination(4, BLOCK_BYTES, (transport,), allow_fallback=False, trust=Trust(token), layout=other)
         result = destination.reader.read(holder.endpoint, holder.lease_id, destination.requests([(0, 0)]), 5.0).result()
@@ -298,3 +293,22 @@ def _recorded(holder: Holder, trust: Trust) -> tuple[bytes, bytes]:
         assert read(holder, trust, "tcp", endpoint).error is None
     wire.close()
     return sent[0], sent[1]
+
+
+def test_a_holder_of_another_version_is_refused_by_name(token: ServiceToken) -> None:
+    """Half upgraded: the reader says which versions do not fit, and whoever wanted the blocks computes them."""
+    with holding(Trust(token), ("tcp",)) as holder, socket.create_server(("127.0.0.1", 0)) as older:
+
+        def answer() -> None:
+            connection, _ = older.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(struct.pack("<4sHHI", b"BPKV", frames.VERSION - 1, Kind.WELCOME, 2) + b"{}")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        endpoint = replace(holder.endpoint, tcp_address=f"127.0.0.1:{older.getsockname()[1]}")
+        error = read(holder, Trust(token), "tcp", endpoint).error
+        thread.join(5)
+        assert isinstance(error, TransferFailedError)
+        assert f"version {frames.VERSION - 1} is not supported, this is version {frames.VERSION}" in error.message

@@ -40,7 +40,7 @@ def test_listening_for_others_needs_a_fence(host: str, caplog: pytest.LogCapture
     assert [record.getMessage() for record in caplog.records] == ["listening_insecurely"]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "kvstore"])
+@pytest.mark.parametrize("role", ["decode", "kvstore"])
 def test_a_service_without_a_fence_opens_nothing(role: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"services.{role}", "--host", "0.0.0.0"], capture_output=True, text=True, timeout=60
