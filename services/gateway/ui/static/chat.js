@@ -100,6 +100,7 @@ async function answer() {
     if (!turn.text && !turn.reasoning) setText(shown.foot, `The answer is empty (${turn.finish || "no reason given"}).`);
   } catch (error) {
     failed(error, turn, shown);
+    if (error instanceof Refused) awaited.delete(id);
   } finally {
     running = null;
     shown.node.classList.remove("is-running");
