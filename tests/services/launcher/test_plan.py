@@ -84,6 +84,15 @@ def test_the_model_reaches_workers_and_gateway() -> None:
     assert "model" not in flags_of(specs["kvstore-0"])
 
 
+def test_keys_and_limits_reach_the_gateway_only() -> None:
+    given = {"api-key-file": "/run/keys", "requests-per-minute": "5", "tokens-per-minute": "900"}
+    specs = planned(*(part for name, value in given.items() for part in (f"--{name}", value)))
+    for name, spec in specs.items():
+        assert (
+            flags_of(spec).items() >= given.items() if name == "gateway-0" else not flags_of(spec).keys() & given.keys()
+        )
+
+
 def test_secrets_travel_in_the_environment_only() -> None:
     specs = planned("--api-key", "sesame")
     assert specs["gateway-0"].environ["BIPHASE_API_KEY"] == "sesame"
