@@ -48,7 +48,7 @@ export function showDetails(row) {
       figures(row.client_request_id ? `${row.request_id}, the client's ${row.client_request_id}` : row.request_id, facts(row)),
       numbers.length > 0 && figures(`Routing: ${reasonText(row.routing.reason)}`, [
         ["Candidates", row.routing.prefill.join(", ")],
-        ...numbers.map(([name, value]) => [format.words(name), name.endsWith("_seconds") ? format.seconds(value) : format.short(value)]),
+        ...numbers.map(([name, value]) => [format.words(name.replace(/_seconds$/, "")), name.endsWith("_seconds") ? format.seconds(value) : format.short(value)]),
       ])));
 }
 
