@@ -200,13 +200,6 @@ ENGINE_FLAGS = (
         "of any model to int8; both round activations to int8 in groups of 32",
         choices=("none", "gguf", "int8"),
     ),
-    Flag("device", str, "auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda")),
-    Flag("block-size", positive, 16, "tokens in a KV block"),
-    Flag("num-blocks", non_negative, 0, "KV blocks; 0: from --kv-cache-bytes or --gpu-memory-utilization"),
-    Flag("kv-cache-bytes", num_bytes, None, "size of the KV cache on CPU, for example 2GiB; default: from free memory"),
-    Flag("gpu-memory-utilization", fraction, 0.9, "share of the device's memory to use (GPU)"),
-    Flag("max-num-seqs", positive, 64, "sequences in one step at most"),
-    Flag("max-num-batched-tokens", positive, 512, "tokens in one step at most; longer prompts run in chunks"),
     Flag(
         "kv-cache-dtype",
         str,
@@ -215,6 +208,13 @@ ENGINE_FLAGS = (
         "less, at some cost in accuracy; prefill and decode workers need the same",
         choices=("auto", "fp8", "fp8_e4m3"),
     ),
+    Flag("device", str, "auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda")),
+    Flag("block-size", positive, 16, "tokens in a KV block"),
+    Flag("num-blocks", non_negative, 0, "KV blocks; 0: from --kv-cache-bytes or --gpu-memory-utilization"),
+    Flag("kv-cache-bytes", num_bytes, None, "size of the KV cache on CPU, for example 2GiB; default: from free memory"),
+    Flag("gpu-memory-utilization", fraction, 0.9, "share of the device's memory to use (GPU)"),
+    Flag("max-num-seqs", positive, 64, "sequences in one step at most"),
+    Flag("max-num-batched-tokens", positive, 512, "tokens in one step at most; longer prompts run in chunks"),
     Flag("enable-prefix-caching", boolean, True, "keep and reuse KV blocks of equal prefixes"),
     Flag("num-threads", non_negative, 0, "CPU threads that compute; 0: all cores this process may use"),
     Flag("nice", non_negative, 0, "scheduling niceness added to the compute threads (0 to 19)"),
@@ -229,6 +229,7 @@ ENGINE_FLAGS = (
 class EngineSettings:
     dtype: str
     quantization: str
+    kv_cache_dtype: str
     device: str
     block_size: int
     num_blocks: int
@@ -236,7 +237,6 @@ class EngineSettings:
     gpu_memory_utilization: float
     max_num_seqs: int
     max_num_batched_tokens: int
-    kv_cache_dtype: str
     enable_prefix_caching: bool
     num_threads: int
     nice: int
@@ -250,6 +250,10 @@ class EngineSettings:
 API_FLAGS = (
     Flag("api-key", str, (), "key(s) that clients must send as a bearer token; none: no key is asked for", many=True,
          secret=True),
+    Flag("api-key-file", str, "", "file with one key a line, its limits after it; read again when it changes"),
+    Flag("requests-per-minute", non_negative, 0, "requests for text of one API key; 0: no limit"),
+    Flag("tokens-per-minute", non_negative, 0, "prompt and output tokens of one API key; 0: no limit"),
+    Flag("admin-key", str, "", "key for POST /drain and `biphase drain`; empty: nobody may", secret=True),
     Flag("chat-template", str, "", "Jinja file that replaces the model's own chat template"),
 )  # fmt: skip
 
@@ -257,6 +261,10 @@ API_FLAGS = (
 @dataclass(frozen=True, kw_only=True)
 class ApiSettings:
     api_key: tuple[str, ...]
+    api_key_file: str
+    requests_per_minute: int
+    tokens_per_minute: int
+    admin_key: str
     chat_template: str
 
 
@@ -266,10 +274,6 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         known = [option for action in self._actions for option in action.option_strings]
         unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
-    Flag("api-key-file", str, "", "file with one key a line, its limits after it; read again when it changes"),
-    Flag("requests-per-minute", non_negative, 0, "requests for text of one API key; 0: no limit"),
-    Flag("tokens-per-minute", non_negative, 0, "prompt and output tokens of one API key; 0: no limit"),
-    Flag("admin-key", str, "", "key for POST /drain and `biphase drain`; empty: nobody may", secret=True),
         near = difflib.get_close_matches(unknown, known, 1, cutoff=0.75)
         hint = f"did you mean {near[0]}?" if near and unknown.startswith("--") else f"see {self.prog} --help"
         raise ConfigError(f"{message} ({hint})")
@@ -277,10 +281,6 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(prog: str, description: str, flags: Sequence[Flag]) -> argparse.ArgumentParser:
     parser = _Parser(prog=prog, description=description, usage=f"{prog} [flags]", allow_abbrev=False)
-    api_key_file: str
-    requests_per_minute: int
-    tokens_per_minute: int
-    admin_key: str
     for flag in flags:
         options: dict[str, Any] = {"dest": flag.dest, "default": None, "metavar": flag.dest.upper()}
         if flag.many:
