@@ -54,9 +54,9 @@ class ClusterPlan:
     homes: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     worker_flags: Sequence[str] = ()
     gateway_flags: Sequence[str] = ()
-
-
     kvstore_flags: Sequence[str] = ()
+
+
 class ChaosCluster:
     """Running after `start`, gone after `close`."""
 
@@ -87,10 +87,10 @@ class ChaosCluster:
                 str(TRANSFER_SECONDS),
                 "--lease-seconds",
                 str(LEASE_SECONDS),
+                *plan.kvstore_flags,
             )
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
             for number in range(count):
-                *plan.kvstore_flags,
                 self._add_worker(f"{role}-{number}", role)
         self._add(
             "gateway-0", "gateway", "--port", str(self.port), "--model", str(self._model),

@@ -42,11 +42,11 @@ class ServiceProcess:
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
     @property
     def exit_code(self) -> int | None:
         """Of the last life; None while it lasts."""
         return None if self._process is None else self._process.poll()
-
 
     def start(self) -> None:
         """Starts it, without waiting for it."""
