@@ -163,7 +163,11 @@ class NodeDirectory:
     @property
     def num_unknown(self) -> int:
         """Nodes that were told of and have not yet said who they are, nor shown that they cannot."""
-        return sum(node.info is None and node.failed_probes <= TOLERATED_PROBES for node in self._nodes.values())
+        return sum(
+            # Who it is comes first, how it is with the next answer: only then is it known whether it can be used.
+            (node.info is None or not node.status.state) and node.failed_probes <= TOLERATED_PROBES
+            for node in self._nodes.values()
+        )
 
     def usable(self, role: str, *, namespace: bytes | None = None) -> list[Node]:
         now = time.monotonic()
