@@ -16,6 +16,7 @@ from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import Hello
 from biphase.transfer.layout import KVLayout
+from biphase.transfer.reslice import Segment
 
 
 class Handle(Protocol):
@@ -39,7 +40,10 @@ class ReadRequest:
     index: int
     block_id: int
     generation: int
+    # Where all of it goes, if both have the same layout.
     dest_block_id: int
+    # Where its parts go, if not.
+    segments: Sequence[Segment] = ()
 
     @classmethod
     def from_handle(cls, handle: Handle, dest_block_id: int) -> ReadRequest:
@@ -85,13 +89,18 @@ class ReaderContext:
     """The reader's side of every channel."""
 
     memory: BlockMemory
+    # Of that memory.
     layout: KVLayout
+    # The reader's own, for the holder to judge; another than `layout` when that is a staging memory.
+    own_layout: KVLayout
     node_id: str
     incarnation: str
     # Transports that may be used, best first.
     transports: tuple[str, ...]
     # False: a read fails rather than go over another transport than the first.
     allow_fallback: bool
+    # The fastest of several transports is taken, and not the first that works.
+    by_speed: bool = False
     # What is shown to holders, and asked of them.
     trust: Trust = OPEN
 
@@ -102,7 +111,8 @@ class ReaderContext:
             incarnation=self.incarnation,
             holder_node_id=endpoint.node_id,
             holder_incarnation=endpoint.incarnation,
-            layout=self.layout,
+            layout=self.own_layout,
+            holder_layout=endpoint.layout,
             transport=transport,
         )
 

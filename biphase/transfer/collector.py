@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from biphase.errors import CorruptBlockError
 from biphase.transfer.channels import Handle, ReadRequest
+from biphase.transfer.reslice import Reslice
 
 
 class BlockCollector:
@@ -23,6 +24,9 @@ class BlockCollector:
         block_size: tokens in a block.
         dest_block_ids: reserved block for each index from 0 on; at least one for every block of the tokens.
         first_index: blocks before it are here already.
+        plan: how a holder's blocks, cut another way, become blocks here. Then `block_size`, `expected_hashes` and all
+            indexes are the holder's; the reserved blocks are not.
+        first_token: with a plan: tokens before it are here already, and are not written again.
     """
 
     def __init__(
@@ -33,6 +37,8 @@ class BlockCollector:
         block_size: int,
         dest_block_ids: Sequence[int],
         first_index: int = 0,
+        plan: Reslice | None = None,
+        first_token: int = 0,
     ) -> None:
         self._hashes = expected_hashes
         self._commit = expected_commit
@@ -41,7 +47,10 @@ class BlockCollector:
         self._dest = dest_block_ids
         self._num_full = num_tokens // block_size
         self.num_blocks = -(-num_tokens // block_size)
-        assert len(expected_hashes) >= self._num_full and len(dest_block_ids) >= self.num_blocks
+        self._plan = plan
+        self._first_token = first_token
+        num_dest = self.num_blocks if plan is None else -(-num_tokens // plan.reader.block_size_tokens)
+        assert len(expected_hashes) >= self._num_full and len(dest_block_ids) >= num_dest
         assert 0 <= first_index <= self.num_blocks
         self._verified = set(range(first_index))
         # What was verified before the present holder's turn.
@@ -92,7 +101,20 @@ class BlockCollector:
             if handle.index not in self._verified and not same:
                 wanted.append((handle.index, handle))
         self._reading.update(wanted)
-        return [ReadRequest.from_handle(handle, self._dest[index]) for index, handle in dict(wanted).items()]
+        return [self._request(index, handle) for index, handle in dict(wanted).items()]
+
+    def _request(self, index: int, handle: Handle) -> ReadRequest:
+        if self._plan is None:
+            return ReadRequest.from_handle(handle, self._dest[index])
+        segments = self._plan.segments(index, self._dest, self._first_token, self._num_tokens)
+        return ReadRequest(index, handle.block_id, handle.generation, dest_block_id=-1, segments=segments)
+
+    def has(self, num_tokens: int) -> None:
+        """The first `num_tokens` are here and verified, by way of another collector. Only when nothing is posted."""
+        self._verified.update(range(min(num_tokens // self._block_size, self._num_full)))
+        self._before = set(self._verified)
+        while self._contiguous in self._verified:
+            self._contiguous += 1
 
     def verified(self, indexes: Iterable[int]) -> None:
         """These blocks came in and passed every check (ReadResult.verified)."""

@@ -34,11 +34,14 @@ import xxhash
 
 from biphase.errors import TransferFailedError
 
-VERSION = 2
+VERSION = 3
 MAX_HELLO_BYTES = 64 * 1024
 MAX_BATCH_BLOCKS = 256
 MAX_READ_BLOCKS = 8 * MAX_BATCH_BLOCKS
 MAX_READ_BYTES = 40 * 1024
+# A PIN is answered once, not batch by batch: it may name more.
+MAX_PIN_BLOCKS = 16 * 1024
+MAX_PIN_BYTES = 8 * 1024 + 16 * MAX_PIN_BLOCKS
 
 _MAGIC = b"BPKV"
 _HEADER = struct.Struct("<4sHHI")
@@ -129,13 +132,13 @@ def count_field(body: dict[str, Any], name: str, minimum: int, maximum: int) -> 
 
 
 def pack_read(lease_id: str, block_ids: Sequence[int], generations: Sequence[int], kind: Kind = Kind.READ) -> bytes:
-    """A READ (or PIN) frame; at most MAX_READ_BLOCKS blocks."""
+    """A READ (or PIN) frame; at most MAX_READ_BLOCKS (MAX_PIN_BLOCKS) blocks."""
     lease = lease_id.encode()
     body = _READ_HEAD.pack(len(lease), len(block_ids)) + lease + pack_words(block_ids) + pack_words(generations)
     return pack_header(kind, len(body)) + body
 
 
-def unpack_read(body: bytes) -> tuple[str, list[int], list[int]]:
+def unpack_read(body: bytes, max_blocks: int = MAX_READ_BLOCKS) -> tuple[str, list[int], list[int]]:
     """Lease id, block ids, generations.
 
     Raises:
@@ -145,7 +148,7 @@ def unpack_read(body: bytes) -> tuple[str, list[int], list[int]]:
         raise FrameError("a READ frame without a head")
     lease_bytes, num_blocks = _READ_HEAD.unpack_from(body)
     start = _READ_HEAD.size + lease_bytes
-    if not 1 <= num_blocks <= MAX_READ_BLOCKS or len(body) != start + num_blocks * 2 * WORD_BYTES:
+    if not 1 <= num_blocks <= max_blocks or len(body) != start + num_blocks * 2 * WORD_BYTES:
         raise FrameError(f"a READ frame of {len(body)} bytes that claims {num_blocks} blocks")
     try:
         lease_id = body[_READ_HEAD.size : start].decode()
@@ -159,9 +162,27 @@ def pack_data(statuses: bytes) -> bytes:
     return pack_header(Kind.DATA, len(statuses)) + statuses
 
 
-def checksums(payloads: Sequence[memoryview], block_ids: Sequence[int]) -> list[int]:
-    """XXH3-64 of each block's bytes, seeded with its id at the holder: one in another's place does not pass."""
-    return list(map(xxhash.xxh3_64_intdigest, payloads, block_ids))
+def pack_trailer(payloads: Sequence[memoryview], block_ids: Sequence[int]) -> bytes:
+    """Says what a batch must be: XXH3-64 of each block's bytes, and of these sums and the blocks' ids at the holder
+    together, so that blocks or whole batches in each other's place do not pass.
+
+    The ids are no seeds: those make a sum of a few kilobytes twice as slow.
+    """
+    sums = pack_words(list(map(xxhash.xxh3_64_intdigest, payloads)))
+    return sums + pack_words([xxhash.xxh3_64_intdigest(sums + pack_words(block_ids))])
+
+
+def trailer_bytes(num_blocks: int) -> int:
+    return (num_blocks + 1) * WORD_BYTES
+
+
+def wrong_blocks(ours: bytes, theirs: bytes | bytearray) -> list[int]:
+    """Places in the batch whose block is not what the holder sent, by two trailers: of what came, and as it came."""
+    if ours == theirs:
+        return []
+    pairs = list(zip(unpack_words(ours)[:-1], unpack_words(theirs)[:-1], strict=True))
+    # With every sum right, the batch or its order is another one.
+    return [place for place, (our, their) in enumerate(pairs) if our != their] or list(range(len(pairs)))
 
 
 def pack_words(values: Sequence[int]) -> bytes:

@@ -27,6 +27,7 @@ from biphase.transfer import frames
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind
 from biphase.transfer.layout import KVLayout
+from biphase.transfer.reslice import Reslice
 from biphase.transfer.sockets import DeadlineSocket
 
 # The pattern moved at handshake: pieces of this many bytes, the first of which is not timed.
@@ -49,6 +50,8 @@ class Hello:
     holder_node_id: str
     holder_incarnation: str
     layout: KVLayout
+    # What the reader takes the holder's layout for.
+    holder_layout: KVLayout
     # How the blocks are to be moved: "tcp", "shm" or "nixl".
     transport: str
 
@@ -86,6 +89,7 @@ def introduce(
         "holder_node_id": hello.holder_node_id,
         "holder_incarnation": hello.holder_incarnation,
         "layout": hello.layout.to_json(),
+        "holder_layout": hello.holder_layout.to_json(),
         "transport": hello.transport,
     }
     frame = frames.pack_json(Kind.HELLO, said)
@@ -169,7 +173,8 @@ def answer(
                 f"this is {me.node_id} in incarnation {me.incarnation}, not {hello.holder_node_id} in "
                 f"{hello.holder_incarnation}: the handles are void"
             )
-        me.layout.require_same(hello.layout)
+        me.layout.require_same(hello.holder_layout)
+        Reslice(hello.layout, me.layout)
         if hello.transport not in transports:
             raise TransferFailedError(f"{me.node_id} does not offer {hello.transport} here")
     except BiphaseError as error:
@@ -211,18 +216,23 @@ def _pack(kind: Kind, body: bytes) -> bytes:
 
 
 def _parse_hello(body: dict[str, object]) -> Hello:
-    layout = body.get("layout")
-    if not isinstance(layout, dict):
-        raise FrameError("handshake field layout is missing")
-    try:
-        parsed = KVLayout.from_json(layout)
-    except ValueError as error:
-        raise FrameError(f"handshake: {error}") from error
+    layout, holder_layout = _layout_field(body, "layout"), _layout_field(body, "holder_layout")
     return Hello(
         node_id=frames.text_field(body, "node_id"),
         incarnation=frames.text_field(body, "incarnation"),
         holder_node_id=frames.text_field(body, "holder_node_id"),
         holder_incarnation=frames.text_field(body, "holder_incarnation"),
-        layout=parsed,
+        layout=layout,
+        holder_layout=holder_layout,
         transport=frames.text_field(body, "transport"),
     )
+
+
+def _layout_field(body: dict[str, object], name: str) -> KVLayout:
+    layout = body.get(name)
+    if not isinstance(layout, dict):
+        raise FrameError(f"handshake field {name} is missing")
+    try:
+        return KVLayout.from_json(layout)
+    except ValueError as error:
+        raise FrameError(f"handshake: {error}") from error

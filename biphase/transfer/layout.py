@@ -5,17 +5,19 @@ Owns the comparison. Owns no addresses (endpoint.py) and no memory (biphase.cach
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from biphase.errors import LayoutMismatchError
 from biphase.rpc.v1 import common_pb2
 
+_DIGESTS = ("namespace", "family")
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Two nodes may exchange blocks only when all of it is equal. Field by field as in common.proto."""
+    """Equal layouts exchange blocks as they are; reslice.py says which others can. Fields as in common.proto."""
 
     namespace: bytes
     kv_dtype: str
@@ -24,24 +26,33 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     block_bytes: int
+    # The first of the heads, where this is a part of the model's.
+    first_kv_head: int = 0
+    # As the namespace, whatever the block size and the heads: the same tokens have the same KV, however it is cut.
+    # Empty: nothing but an equal layout will do.
+    family: bytes = b""
 
-    def difference(self, other: KVLayout) -> str | None:
+    def difference(self, other: KVLayout, names: Sequence[str] = ()) -> str | None:
         """Names the first field that differs with both values, or None when the layouts are equal.
 
-        The namespace comes last: it covers the others, so a difference in one of them says more.
+        Namespace and family come last: they cover the others, so a difference in one of those says more.
+
+        Args:
+            names: only these fields.
         """
-        for field in (*fields(self)[1:], fields(self)[0]):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+        plain = [field.name for field in fields(self) if field.name not in _DIGESTS]
+        for name in names or (*plain, *_DIGESTS):
+            mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                return f"{field.name} is {_text(mine)} here and {_text(theirs)} there"
+                return f"{name} is {_text(mine)} here and {_text(theirs)} there"
         return None
 
-    def require_same(self, other: KVLayout) -> None:
+    def require_same(self, other: KVLayout, names: Sequence[str] = ()) -> None:
         """
         Raises:
             LayoutMismatchError: naming the field.
         """
-        difference = self.difference(other)
+        difference = self.difference(other, names)
         if difference is not None:
             raise LayoutMismatchError(f"KV blocks cannot be exchanged: {difference}.")
 
@@ -54,7 +65,8 @@ class KVLayout:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for registry records and handshakes; the namespace in hex."""
-        return {**{field.name: getattr(self, field.name) for field in fields(self)}, "namespace": self.namespace.hex()}
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**plain, **{name: plain[name].hex() for name in _DIGESTS}}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> KVLayout:
@@ -65,14 +77,13 @@ class KVLayout:
         values: dict[str, Any] = {}
         for field in fields(cls):
             value = record.get(field.name)
-            if field.name == "namespace" or field.name == "kv_dtype":
+            if field.name in (*_DIGESTS, "kv_dtype"):
                 if not isinstance(value, str):
                     raise ValueError(f"layout field {field.name} is missing or not text")
             elif not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"layout field {field.name} is missing or not a count")
             values[field.name] = value
-        values["namespace"] = bytes.fromhex(values["namespace"])
-        return cls(**values)
+        return cls(**{**values, **{name: bytes.fromhex(values[name]) for name in _DIGESTS}})
 
 
 def _text(value: object) -> str:

@@ -99,10 +99,10 @@ class NixlHost:
             except TransferFailedError:
                 return  # Between two reads everybody may leave.
             header = first + sock.recv(frames.HEADER_BYTES - 1, deadline)
-            kind, length = frames.unpack_header(header, frames.MAX_READ_BYTES)
+            kind, length = frames.unpack_header(header, frames.MAX_PIN_BYTES)
             if kind is not Kind.PIN:
                 raise FrameError(f"a {kind.name} frame in place of PIN")
-            self._pin(sock, deadline, *frames.unpack_read(sock.recv(length, deadline)))
+            self._pin(sock, deadline, *frames.unpack_read(sock.recv(length, deadline), frames.MAX_PIN_BLOCKS))
 
     def close(self) -> None:
         with self._changed:
@@ -119,14 +119,17 @@ class NixlHost:
             sock.send_bytes(frames.pack_data(bytes([Status.STALE]) * len(block_ids)), deadline)
             return
         try:
-            current = self._leases.current(lease, block_ids, generations) or [True] * len(block_ids)
+            current = self._leases.current(lease, block_ids, generations)
+            statuses = bytes(len(block_ids))
+            if current is not None:
+                statuses = bytes(Status.OK if ok else Status.STALE for ok in current)
+                block_ids = list(itertools.compress(block_ids, current))
             with self._progress():
-                sock.send_bytes(frames.pack_data(bytes(Status.OK if ok else Status.STALE for ok in current)), deadline)
-                if not any(current):
+                sock.send_bytes(frames.pack_data(statuses), deadline)
+                if not block_ids:
                     return
                 _expect(sock, Kind.DONE, deadline)
-            after = generations_of(self._pool.generations, list(itertools.compress(block_ids, current)))
-            sock.send_bytes(frames.pack_words(after), deadline)
+            sock.send_bytes(frames.pack_words(generations_of(self._pool.generations, block_ids)), deadline)
         finally:
             self._leases.end_io(lease)
 
@@ -213,14 +216,14 @@ class NixlChannel:
         self._socket.abort()
 
     def read(self, lease_id: str, blocks: Sequence[ReadRequest], progress: ReadProgress, deadline: float) -> None:
-        for start in range(0, len(blocks), frames.MAX_READ_BLOCKS):
-            self._read(lease_id, blocks[start : start + frames.MAX_READ_BLOCKS], progress, deadline)
+        for start in range(0, len(blocks), frames.MAX_PIN_BLOCKS):
+            self._read(lease_id, blocks[start : start + frames.MAX_PIN_BLOCKS], progress, deadline)
 
     def _read(self, lease_id: str, blocks: Sequence[ReadRequest], progress: ReadProgress, deadline: float) -> None:
         sock = self._socket
         ids, generations = [block.block_id for block in blocks], [block.generation for block in blocks]
         sock.send_bytes(frames.pack_read(lease_id, ids, generations, Kind.PIN), deadline)
-        good = sort_out(*sock.recv_frame(deadline, frames.MAX_READ_BLOCKS), blocks, progress)
+        good = sort_out(*sock.recv_frame(deadline, frames.MAX_PIN_BLOCKS), blocks, progress)
         if not good:
             return
         self._transfer(
@@ -232,6 +235,9 @@ class NixlChannel:
         )
         sock.send_bytes(frames.pack_header(Kind.DONE, 0), deadline)
         after = frames.unpack_words(sock.recv(len(good) * frames.WORD_BYTES, deadline))
+        if after == [block.generation for block in good]:
+            progress.verified.extend([block.index for block in good])
+            return
         for block, generation in zip(good, after, strict=True):
             (progress.verified if generation == block.generation else progress.stale).append(block.index)
 

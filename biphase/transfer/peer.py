@@ -179,7 +179,7 @@ class Peer:
         elif error is None and progress.stale:
             error = StaleHandleError(f"{len(progress.stale)} blocks at {self.endpoint.node_id} are no longer there")
         seconds = time.perf_counter() - start
-        num_bytes = len(progress.verified) * self._context.layout.block_bytes
+        num_bytes = len(progress.verified) * self.endpoint.layout.block_bytes
         self._num_bytes += num_bytes
         self._num_blocks += len(progress.verified)
         self._seconds += seconds

@@ -30,11 +30,12 @@ class BlockReader:
 
     Args:
         memory: where blocks go.
-        layout: of that memory; a holder of another layout refuses.
+        layout: of that memory; a holder whose blocks cannot be cut to it refuses.
         node_id, incarnation: who reads, for the holder's logs.
         transports: which may be used, best first.
         allow_fallback: False: a read fails rather than go over another transport than the first.
         trust: what is shown to holders, and asked of them.
+        by_speed: compare those that work, and take the fastest.
         idle_seconds: a connection not used for so long is closed, its thread ends.
 
     Raises:
@@ -50,12 +51,15 @@ class BlockReader:
         *,
         transports: Sequence[str] = ("shm", "tcp"),
         allow_fallback: bool = True,
+        by_speed: bool = False,
         trust: Trust = OPEN,
         idle_seconds: float = 120.0,
     ) -> None:
         assert memory.block_bytes == layout.block_bytes, "layout and memory differ in block_bytes"
         check_transports(tuple(transports))
-        self._context = ReaderContext(memory, layout, node_id, incarnation, tuple(transports), allow_fallback, trust)
+        self._context = ReaderContext(
+            memory, layout, layout, node_id, incarnation, tuple(transports), allow_fallback, by_speed, trust
+        )
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._peers: dict[Endpoint, Peer] = {}
@@ -74,7 +78,8 @@ class BlockReader:
 
         Args:
             lease_id: lease at the holder that covers the blocks.
-            blocks: destinations must stay reserved until the future is done.
+            blocks: destinations must stay reserved until the future is done. With segments (reslice.py) where the
+                holder's layout is another.
             deadline_seconds: from now, waiting behind other reads included.
         """
         try:

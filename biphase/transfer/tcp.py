@@ -111,14 +111,11 @@ class TcpChannel:
     def _receive_batch(self, batch: Sequence[ReadRequest], deadline: float) -> list[int]:
         """Returns the indexes of blocks whose checksum is wrong."""
         payloads = self._memory.blocks([block.dest_block_id for block in batch])
-        trailer = bytearray(len(batch) * frames.WORD_BYTES)
+        trailer = bytearray(frames.trailer_bytes(len(batch)))
         num_bytes = len(batch) * self._memory.block_bytes + len(trailer)
         self._socket.recv_into([*payloads, memoryview(trailer)], num_bytes, deadline)
-        theirs = frames.unpack_words(trailer)
-        ours = frames.checksums(payloads, [block.block_id for block in batch])
-        if ours == theirs:
-            return []
-        return [block.index for block, our, their in zip(batch, ours, theirs, strict=True) if our != their]
+        ours = frames.pack_trailer(payloads, [block.block_id for block in batch])
+        return [batch[place].index for place in frames.wrong_blocks(ours, trailer)]
 
 
 class BlockSender:
@@ -182,7 +179,7 @@ class BlockSender:
         deadline = time.monotonic() + BATCH_SECONDS
         payloads = self._memory.blocks(block_ids)
         # Before sending: it brings the bytes into the processor's cache for the kernel's copy.
-        trailer = frames.pack_words(frames.checksums(payloads, block_ids))
+        trailer = frames.pack_trailer(payloads, block_ids)
         num_bytes = len(payloads) * self._memory.block_bytes
         sock.send([front, *payloads, trailer], len(front) + num_bytes + len(trailer), deadline)
         self._on_sent(len(block_ids), num_bytes)

@@ -143,23 +143,21 @@ def _nothing(block_ids: Sequence[int]) -> None:
 
 def _layout(model: LoadedModel, kv_dtype: str, block_size: int, block_bytes: int) -> KVLayout:
     spec = model.spec
-    namespace = namespace_digest(
-        {
-            "weights": model.weights_digest,
-            "tokenizer": model.tokenizer_digest,
-            # Keys and values of rounded activations differ from those of exact ones.
-            "quantization": model.quantization,
-            # What keys and values were computed in, and what they are kept in.
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "kv_dtype": kv_dtype,
-            "layout": _LAYOUT_NAME,
-            "block_size": str(block_size),
-            "rope": repr((spec.rope, spec.local_rope)),
-            "adapter": "",
-        }
-    )
+    content = {
+        "weights": model.weights_digest,
+        "tokenizer": model.tokenizer_digest,
+        # Keys and values of rounded activations differ from those of exact ones.
+        "quantization": model.quantization,
+        # What keys and values were computed in, and what they are kept in.
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_dtype": kv_dtype,
+        "layout": _LAYOUT_NAME,
+        "rope": repr((spec.rope, spec.local_rope)),
+        "adapter": "",
+    }
     return KVLayout(
-        namespace=namespace,
+        namespace=namespace_digest({**content, "block_size": str(block_size)}),
+        family=namespace_digest(content),
         kv_dtype=kv_dtype,
         block_size_tokens=block_size,
         num_layers=spec.num_layers,

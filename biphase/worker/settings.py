@@ -26,6 +26,9 @@ WORKER_FLAGS = (
     Flag("max-mixed-prefill-tokens", non_negative, 128,
          "prompt tokens in a step that also decodes, at most; 0: only --max-num-batched-tokens limits them"),
     Flag("transports", str, ("shm", "tcp"), "transports to use for KV blocks, best first", many=True),
+    Flag("transport-choice", str, "speed",
+         "which of several that work: the fastest by a test pattern, or the first in --transports",
+         choices=("speed", "order")),
     Flag("transfer-port", non_negative, 0, "port where KV blocks can be read; 0: any free one"),
     Flag("advertised-address", str, "",
          "host:port at which others reach this worker's port, where that is another (a proxy, NAT, a container)"),
@@ -53,6 +56,7 @@ class WorkerSettings(NodeSettings, ModelSettings, EngineSettings):
     scheduling_policy: str
     max_mixed_prefill_tokens: int
     transports: tuple[str, ...]
+    transport_choice: str
     transfer_port: int
     advertised_address: str
     advertised_transfer_address: str

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from biphase.cache.hashing import root_hash
 from biphase.engine import Engine
-from biphase.errors import BiphaseError, InvalidRequestError, UnavailableError
-from biphase.index.registry import NodeLoad, NodeRecord, default_node_id, new_incarnation
+from biphase.errors import BiphaseError, UnavailableError
+from biphase.index.registry import NodeRecord, default_node_id, new_incarnation
 from biphase.request import BlockHash, NodeId, Request, RequestId
 from biphase.rpc.client import ChannelPool
 from biphase.rpc.node import NodeServicer
@@ -32,6 +32,7 @@ from biphase.worker.bridge import EngineBridge
 from biphase.worker.cluster import ClusterMembership
 from biphase.worker.core import WorkerCore
 from biphase.worker.identity import WorkerIdentity
+from biphase.worker.numbers import block_counters, node_load, node_status
 from biphase.worker.offers import BlockOffers
 from biphase.worker.prefixes import PrefixFetcher
 from biphase.worker.reads import finish_background
@@ -73,6 +74,7 @@ class Worker:
             self.incarnation,
             transports=self._transports,
             allow_fallback=not settings.require_transport,
+            by_speed=settings.transport_choice == "speed",
             trust=self._trust,
         )
         # What made this worker stop by itself; None while it is well.
@@ -199,18 +201,6 @@ class Worker:
         if request.sampling.structured_output is not None:
             await self.core.grammars.prepare(request.sampling.structured_output)
 
-    def check_token_ids(self, token_ids: Sequence[int]) -> None:
-        """
-        Raises:
-            InvalidRequestError: none, or one that the model does not have.
-        """
-        if not token_ids:
-            raise InvalidRequestError("the prompt has no tokens")
-        if max(token_ids) >= self.core.model.vocab_size:
-            raise InvalidRequestError(
-                f"token id {max(token_ids)} is not in the vocabulary of {self.core.model.vocab_size}"
-            )
-
     def root_hash(self, cache_salt: str) -> BlockHash:
         return root_hash(self.layout.namespace, cache_salt)
 
@@ -227,68 +217,22 @@ class Worker:
         return any(record.role == "prefill" for record in self.cluster.nodes)
 
     def status(self) -> node_pb2.NodeStatus:
-        stats, leases = self.engine.stats(), self.leases.counts()
-        return node_pb2.NodeStatus(
-            state=self._state,
-            num_blocks=stats.num_blocks,
-            num_used_blocks=stats.num_used_blocks,
-            num_cached_blocks=stats.num_cached_blocks,
-            num_leased_blocks=leases.num_leased_blocks,
-            num_draining_blocks=stats.num_draining_blocks,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_waiting_for_remote_kv=stats.num_waiting_for_remote_kv,
-            num_queued_prefill_tokens=stats.num_queued_prefill_tokens,
-            prefill_tokens_per_second=stats.prefill_tokens_per_second,
-            decode_step_seconds=stats.decode_step_seconds,
-            num_prefix_cache_queries_tokens=stats.prefix_cache_queries_tokens,
-            num_prefix_cache_hits_tokens=stats.prefix_cache_hits_tokens,
-            num_preemptions=stats.num_preemptions,
-            uptime_seconds=time.monotonic() - self._started,
-            peers=[
-                node_pb2.PeerTransport(
-                    node_id=peer.node_id,
-                    transport=peer.transport,
-                    gigabytes_per_second=peer.gigabytes_per_second,
-                    bytes_read=peer.num_bytes,
-                )
-                for peer in self.reader.peers()
-            ],
-            counters=self._counters(),
+        return node_status(
+            self._state,
+            time.monotonic() - self._started,
+            self.engine.stats(),
+            self.leases.counts(),
+            self.reader.peers(),
+            block_counters(self.offers, self.prefixes.counts),
         )
+
     def _reset_cache(self) -> bool:
         self.core.pool.drop_cached()
         return not self.core.pool.num_used
 
 
-    def _counters(self) -> dict[str, int]:
-        """What was offered to block stores and read from other nodes, for /status."""
-        offers, prefixes = asdict(self.offers.counts), self.prefixes.counts
-        return {
-            **{f"offers_{name.removeprefix('num_')}": value for name, value in offers.items()},
-            "offers_lost_blocks": self.offers.evictions.num_lost_blocks,
-            "prefix_fetches": prefixes.num_fetches,
-            "prefix_fetches_failed": prefixes.num_failed,
-            "prefix_fetched_blocks": prefixes.num_fetched_blocks,
-            "prefix_fetches_not_worth_it": prefixes.num_not_worth_it,
-        }
-
     def _record(self) -> NodeRecord:
-        stats = self.engine.stats()
-        return self.identity.record(
-            self._state,
-            NodeLoad(
-                num_running=stats.num_running,
-                num_waiting=stats.num_waiting,
-                num_waiting_for_remote_kv=stats.num_waiting_for_remote_kv,
-                num_blocks=stats.num_blocks,
-                num_used_blocks=stats.num_used_blocks,
-                num_cached_blocks=stats.num_cached_blocks,
-                num_queued_prefill_tokens=stats.num_queued_prefill_tokens,
-                prefill_tokens_per_second=stats.prefill_tokens_per_second,
-                decode_step_seconds=stats.decode_step_seconds,
-            ),
-        )
+        return self.identity.record(self._state, node_load(self.engine.stats()))
 
     def _on_nodes(self, nodes: list[NodeRecord]) -> None:
         """Ends the leases of readers that are gone, sooner than by expiry."""

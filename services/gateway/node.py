@@ -28,6 +28,7 @@ class Node:
         "_status",
         "address",
         "block_size",
+        "family",
         "incarnation",
         "is_ready",
         "max_num_batched_tokens",
@@ -75,6 +76,8 @@ class Node:
         self.role = known.role
         self.incarnation = known.incarnation
         self.namespace = known.layout.namespace
+        # Equal where nodes can read each other's blocks, however these are cut.
+        self.family = known.layout.family or known.layout.namespace
         self.block_size = known.layout.block_size_tokens
         self.max_num_seqs = known.max_num_seqs or 1
         self.max_num_batched_tokens = known.max_num_batched_tokens or 1

@@ -170,16 +170,20 @@ class NodeDirectory:
         )
 
     def usable(self, role: str, *, namespace: bytes | None = None) -> list[Node]:
+        """Nodes of a role that new work may go to now.
+
+        Args:
+            namespace: only those that can work with nodes of this one: with blocks of any size, of the same KV.
+        """
         now = time.monotonic()
-        return [
-            node
-            for node in self._nodes.values()
-            # At every decision, of every node: `is_usable`, without the calls.
-            if node.role == role
-            and node.is_ready
-            and node.suspended_until <= now
-            and namespace in (None, node.namespace)
+        # At every decision, of every node: `is_usable`, without the calls.
+        usable = [
+            node for node in self._nodes.values() if node.role == role and node.is_ready and node.suspended_until <= now
         ]
+        if namespace is None:
+            return usable
+        families = {node.family for node in self._nodes.values() if node.namespace == namespace}
+        return [node for node in usable if node.family in families]
 
     def ready_lately(self, role: str) -> list[node_pb2.NodeInfo]:
         """Nodes that were ready a moment ago, and may be again in another: a lost connection says little about them."""

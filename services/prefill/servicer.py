@@ -7,6 +7,7 @@ Owns the call's life: the lease opened before anything is computed, blocks put u
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,14 +16,18 @@ from biphase.engine import BlocksComputed, EngineEvent, Finished, Reserved, Toke
 from biphase.errors import DeadlineExceededError, InternalError, InvalidRequestError, LayoutMismatchError
 from biphase.request import FinishReason, Request, TokenLogprobs
 from biphase.rpc.errors import stream_method
-from biphase.rpc.messages import logprobs_to_proto, sampling_from_proto
+from biphase.rpc.messages import logprobs_to_proto
 from biphase.rpc.spans import engine_spans
 from biphase.rpc.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from biphase.telemetry import tracing
 from biphase.telemetry.events import event_logger
 from biphase.transfer.layout import KVLayout
 from biphase.transfer.leases import Lease, LeaseEnd
+from biphase.transfer.reslice import Reslice
 from biphase.worker.bridge import EventQueue
+from biphase.worker.parsing import parse_request
 from biphase.worker.pins import IoPins
+from biphase.worker.tracing import tell_phases
 from biphase.worker.worker import Worker
 
 log = event_logger(__name__)
@@ -37,13 +42,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, message: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         worker = self._worker
-        difference = worker.layout.difference(KVLayout.from_proto(message.layout))
-        if difference is not None:
+        try:
+            # Its blocks may be cut another way, as long as all that it needs is in ours.
+            Reslice(KVLayout.from_proto(message.layout), worker.layout).require_all_heads()
+        except LayoutMismatchError as error:
             raise LayoutMismatchError(
-                f"prefill worker {worker.node_id} cannot serve {message.reader_node_id}: {difference}"
-            )
+                f"prefill worker {worker.node_id} cannot serve {message.reader_node_id}: {error.message}"
+            ) from error
         request = self._parse(message)
-        with worker.accept(request):
+        with tracing.serving("prefill", {"biphase.node": worker.node_id}) as span, worker.accept(request):
             queue: EventQueue = asyncio.Queue()
             lease = worker.leases.open(
                 message.reader_node_id,
@@ -65,28 +72,25 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     yield answer
                 done = True
             finally:
+                tell_phases(span, request, worker.node_id, fetches=True)
                 worker.engine.abort(request.request_id)
                 if not done:
                     # The caller is gone or the work failed: nobody will read these blocks.
                     worker.leases.release([lease.lease_id])
 
     def _parse(self, message: prefill_pb2.PrefillRequest) -> Request:
-        token_ids = list(message.token_ids)
-        self._worker.check_token_ids(token_ids)
-        if not 0 < message.num_prompt_tokens <= len(token_ids):
-            raise InvalidRequestError(f"num_prompt_tokens is {message.num_prompt_tokens} of {len(token_ids)} tokens")
-        if message.num_held_tokens % self._worker.settings.block_size or message.num_held_tokens > len(token_ids):
-            raise InvalidRequestError(f"num_held_tokens is {message.num_held_tokens}: whole blocks of the request only")
-        return Request(
-            request_id=self._worker.own_id(message.request_id),
-            prompt_token_ids=token_ids[: message.num_prompt_tokens],
-            output_token_ids=token_ids[message.num_prompt_tokens :],
-            num_preset_output_tokens=len(token_ids) - message.num_prompt_tokens,
-            sampling=sampling_from_proto(message.sampling),
-            priority=message.priority,
-            cache_salt=message.cache_salt,
+        worker = self._worker
+        if message.num_held_tokens > len(message.token_ids):
+            raise InvalidRequestError(
+                f"num_held_tokens is {message.num_held_tokens} of {len(message.token_ids)} tokens"
+            )
+        return parse_request(
+            message,
+            worker.own_id(message.request_id),
+            worker.core.model.vocab_size,
             prefill_only=True,
-            num_held_blocks=message.num_held_tokens // self._worker.settings.block_size,
+            # Where the reader's blocks are smaller, what it has may end within one of ours: that one is announced.
+            num_held_blocks=message.num_held_tokens // worker.settings.block_size,
         )
 
     async def _run(
@@ -170,6 +174,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         )
         if token.logprobs:
             done.first_logprobs.CopyFrom(logprobs_to_proto(token.logprobs[0]))
+        worker.metrics.prefilled(
+            num_tokens, done.queue_seconds, done.prefill_seconds, time.monotonic() - request.arrival_time
+        )
         log.info(
             "prefill_done",
             request_id=request.request_id,

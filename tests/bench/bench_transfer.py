@@ -148,7 +148,7 @@ def measure(block_bytes: int, total_bytes: int, rounds: int) -> dict[str, object
     }
     nixl = None
     if "nixl" in endpoint.transports:
-        context = ReaderContext(memory, layout(block_bytes), "reader", "life", ("nixl",), False)
+        context = ReaderContext(memory, layout(block_bytes), layout(block_bytes), "reader", "life", ("nixl",), False)
         nixl = NixlChannel.connect(endpoint, context, time.monotonic() + 10, lambda: None)
         contenders["nixl"] = functools.partial(read_nixl, nixl, said["lease_id"], requests)
         contenders["raw nixl"] = functools.partial(read_raw, nixl, dest, source)

@@ -20,6 +20,8 @@ LAYOUT = KVLayout(b"\x01" * 32, "bfloat16", 16, 30, 3, 64, 368640)
         ("num_kv_heads", 6),
         ("head_dim", 128),
         ("block_bytes", 1),
+        ("first_kv_head", 3),
+        ("family", b"\x02"),
     ],
 )
 def test_every_field_is_compared_and_named(field: str, value: object) -> None:

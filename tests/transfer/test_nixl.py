@@ -66,7 +66,7 @@ def test_a_killed_holder_is_noticed(process: HolderProcess, far: Destination) ->
     killer.join()
     start = time.monotonic()
     result = far.reader.read(process.endpoint, process.lease_id, far.requests(EVERY), SECONDS).result()
-    assert isinstance(result.error, TransferFailedError) and time.monotonic() - start < 4
+    assert isinstance(result.error, TransferFailedError) and time.monotonic() - start < 8
 
 
 @needs_nixl
@@ -84,7 +84,7 @@ def test_nothing_lands_after_a_frozen_holder_was_given_up(
         return start(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(nixl_agent.Agent, "start", freeze_first)
-    result = far.reader.read(process.endpoint, process.lease_id, requests, 1.0).result(3.0)
+    result = far.reader.read(process.endpoint, process.lease_id, requests, 1.0).result(8.0)
     assert isinstance(result.error, TransferFailedError) and "deadline" in result.error.message
     before = bytes(far.memory.view)
     process.signal(signal.SIGCONT)
@@ -98,7 +98,9 @@ def test_an_idle_holder_uses_no_processor_and_a_reader_that_dies_lets_go_of_its_
     assert holder.endpoint.transports == ("nixl",)
     deadline = time.monotonic() + SECONDS
     sock = connect_tcp(holder.endpoint.tcp_address, "holder", deadline)
-    introduce(sock, holder.endpoint, Hello("d", "i", "prefill-0", "life-1", layout(4096), "nixl"), deadline)
+    introduce(
+        sock, holder.endpoint, Hello("d", "i", "prefill-0", "life-1", layout(4096), layout(4096), "nixl"), deadline
+    )
     assert sock.recv_frame(deadline, frames.MAX_HELLO_BYTES)[0] is Kind.AGENT
     sock.send_bytes(frames.pack_header(Kind.DONE, 0), deadline)
     sock.send_bytes(frames.pack_read(holder.lease_id, [0, 1], [0, 1], Kind.PIN), deadline)
@@ -109,7 +111,8 @@ def test_an_idle_holder_uses_no_processor_and_a_reader_that_dies_lets_go_of_its_
     assert wait_until(lambda: holder.references() == 0)
     used = time.process_time()
     time.sleep(0.5)
-    assert time.process_time() - used < 0.02
+    # A thread that polls would have used most of the time.
+    assert time.process_time() - used < 0.1
     holder.close()
 
 
@@ -138,6 +141,8 @@ def test_a_holder_without_nixl_refuses_it_by_name() -> None:
     deadline = time.monotonic() + SECONDS
     sock = connect_tcp(holder.endpoint.tcp_address, "holder", deadline)
     with pytest.raises(TransferFailedError, match="does not offer nixl"):
-        introduce(sock, holder.endpoint, Hello("d", "i", "prefill-0", "life-1", layout(4096), "nixl"), deadline)
+        introduce(
+            sock, holder.endpoint, Hello("d", "i", "prefill-0", "life-1", layout(4096), layout(4096), "nixl"), deadline
+        )
     sock.close()
     holder.close()

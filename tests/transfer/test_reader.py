@@ -225,6 +225,20 @@ class TestChoice:
         assert [record.getMessage() for record in warnings] == ["transport_failed"]
         destination.close()
 
+    def test_the_fastest_is_taken_whatever_the_order(self, holder: Holder, caplog: pytest.LogCaptureFixture) -> None:
+        """Both are measured, and what was measured is said."""
+        destination = Destination(transports=("tcp", "shm"), by_speed=True)
+        caplog.set_level("INFO")
+        result = destination.reader.read(holder.endpoint, holder.lease_id, destination.requests([(0, 0)]), SECONDS)
+        assert result.result().error is None
+        (chosen,) = destination.reader.peers()
+        assert result.result().transport == chosen.transport
+        (said,) = [record.event_fields for record in caplog.records if record.getMessage() == "transport_chosen"]
+        other = ({"tcp", "shm"} - {chosen.transport}).pop()
+        assert said["passed_over"].startswith(f"{other}: ") and said["passed_over"].endswith(" GB/s")
+        assert wait_until(lambda: holder.server.stats().num_connections == 1), "the slower one is closed again"
+        destination.close()
+
     def test_or_an_error_where_falling_back_is_not_allowed(self, holder: Holder) -> None:
         destination = Destination(allow_fallback=False)
         for endpoint in (

@@ -43,7 +43,7 @@ def reader(holder: Holder) -> Iterator[DeadlineSocket]:
     """A connection that has shaken hands."""
     deadline = time.monotonic() + 5
     sock = connect_tcp(holder.endpoint.tcp_address, "holder", deadline)
-    hello = Hello("decode-0", "life-1", "prefill-0", "life-1", layout(65536), "tcp")
+    hello = Hello("decode-0", "life-1", "prefill-0", "life-1", layout(65536), layout(65536), "tcp")
     introduce(sock, holder.endpoint, hello, deadline)
     measure_pattern(sock, deadline)
     yield sock
@@ -83,7 +83,13 @@ def assert_closed(holder: Holder, caplog: pytest.LogCaptureFixture, reason: str)
         (frames.pack_header(Kind.HELLO, 2) + b"[]", "not a JSON object"),
         (frames.pack_json(Kind.HELLO, {}), "layout is missing"),
         (frames.pack_json(Kind.HELLO, {"layout": {"num_layers": "x"}}), "layout field"),
-        (frames.pack_json(Kind.HELLO, {"layout": layout(64).to_json(), "node_id": 3}), "node_id"),
+        (frames.pack_json(Kind.HELLO, {"layout": layout(64).to_json()}), "holder_layout is missing"),
+        (
+            frames.pack_json(
+                Kind.HELLO, {**dict.fromkeys(("layout", "holder_layout"), layout(64).to_json()), "node_id": 3}
+            ),
+            "node_id",
+        ),
     ],
 )
 def test_nonsense_in_place_of_a_handshake(
@@ -146,7 +152,7 @@ def test_a_reader_that_stops_taking_is_cut_off_and_its_pins_come_back(
     holder = Holder(num_blocks=64, block_bytes=MIB)
     deadline = time.monotonic() + 5
     sock = connect_tcp(holder.endpoint.tcp_address, "holder", deadline)
-    introduce(sock, holder.endpoint, Hello("d", "i", "prefill-0", "life-1", layout(MIB), "tcp"), deadline)
+    introduce(sock, holder.endpoint, Hello("d", "i", "prefill-0", "life-1", layout(MIB), layout(MIB), "tcp"), deadline)
     measure_pattern(sock, deadline)
     sock.send_bytes(frames.pack_read(holder.lease_id, range(64), [0] * 64), deadline)
     time.sleep(0.4)  # Now every buffer on the way is full.

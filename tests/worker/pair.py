@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,9 @@ async def running_worker(role: str, model: Path, node_id: str, *flags: str) -> A
         yield worker
         await no_block_in_use(worker)
     finally:
+        # A channel that is left to the garbage collector complains once its event loop is gone, in some later test.
+        for client in _clients.pop(worker.incarnation, ()):
+            await client.close()
         worker.request_stop(0.1)
         await worker.run_until_stopped()
 
@@ -76,10 +80,15 @@ def sampling(**values: object) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(**(defaults | values))  # type: ignore[arg-type]
 
 
+# By incarnation of their worker.
+_clients: defaultdict[str, list[Client]] = defaultdict(list)
+
+
 class Client:
-    """Calls Generate on one decode worker."""
+    """Calls Generate on one decode worker; closed with it, at the latest."""
 
     def __init__(self, worker: Worker) -> None:
+        _clients[worker.incarnation].append(self)
         self._channel = grpc.aio.insecure_channel(worker.identity.address)
         self._stub = decode_pb2_grpc.DecodeStub(self._channel)
         self._count = 0

@@ -63,7 +63,8 @@ async def test_workers_of_different_kv_dtypes_refuse_each_other_by_name(
         assert (answer.report.prefill_mode, answer.report.reason) == ("local", "prefill_failed")
         assert answer.report.num_transferred_tokens == 0
         assert len(answer.token_ids) == 8
-    assert "kv_dtype is 'float32' here and 'fp8_e4m3' there" in caplog.text
+    said = [record.event_fields["error"] for record in caplog.records if record.getMessage() == "handoff_failed"]
+    assert len(said) == 1 and "kv_dtype is 'float32' here and 'fp8_e4m3' there" in said[0]
 
 
 async def test_workers_of_different_modes_do_not_share_blocks(tiny_llama: Path) -> None:

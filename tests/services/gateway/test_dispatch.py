@@ -117,6 +117,18 @@ async def test_a_prefill_worker_that_was_silent_gets_no_work_for_a_moment(
     await running.settle(lambda: len(running.gateway.nodes.usable("prefill")) == 2)
 
 
+async def test_prefill_workers_with_blocks_of_another_size_are_asked_too(
+    start_gateway: StartGateway, says: Says
+) -> None:
+    """The namespace differs, the family does not."""
+    other = says(role="prefill", namespace=b"s" * 32, family=b"f" * 32)
+    strange = says(role="prefill", namespace=b"t" * 32, family=b"g" * 32)
+    decode = says(family=b"f" * 32)
+    running = await start_gateway(decode, other, strange)
+    assert (await running.chat()).status_code == 200
+    assert [node.node_id for node in decode.seen[0].request.prefill_candidates] == [other.node_id]
+
+
 async def test_retries_are_bounded(start_gateway: StartGateway, says: Says) -> None:
     workers = [says(dies_after=1) for _ in range(3)]
     running = await start_gateway(*workers, max_retries=1, routing_policy="round_robin")
