@@ -43,9 +43,11 @@ class ClusterPlan:
 
     num_prefill: int = 2
     num_decode: int = 2
+    num_gateways: int = 1
     kvstore: bool = True
     # Put proxies in front of the workers' RPC ports and data planes.
     proxied: bool = True
+    # Of the workers; several choices, with ";" between, are dealt out in turn.
     transports: str = "tcp"
     dtype: str = "float32"
     num_blocks: int = 640
@@ -65,8 +67,9 @@ class ChaosCluster:
         self.valkey = EmbeddedValkey()
         self._model = model
         self._folder = tempfile.TemporaryDirectory(prefix="biphase-chaos-")
-        self.port = free_port()
-        self.base_url = f"http://127.0.0.1:{self.port}"
+        self._ports = [free_port() for _ in range(plan.num_gateways)]
+        self.base_urls = [f"http://127.0.0.1:{port}" for port in self._ports]
+        self.base_url = self.base_urls[0]
         # By node: what passes between it and those that call it, or read its blocks.
         self.rpc_proxies: dict[str, FaultProxy] = {}
         self.block_proxies: dict[str, FaultProxy] = {}
@@ -92,10 +95,11 @@ class ChaosCluster:
         for role, count in (("prefill", plan.num_prefill), ("decode", plan.num_decode)):
             for number in range(count):
                 self._add_worker(f"{role}-{number}", role)
-        self._add(
-            "gateway-0", "gateway", "--port", str(self.port), "--model", str(self._model),
-            "--request-timeout", str(plan.request_timeout_seconds), *plan.gateway_flags,
-        )  # fmt: skip
+        for number, gateway_port in enumerate(self._ports):
+            self._add(
+                f"gateway-{number}", "gateway", "--port", str(gateway_port), "--model", str(self._model),
+                "--request-timeout", str(plan.request_timeout_seconds), *plan.gateway_flags,
+            )  # fmt: skip
         for process in self.processes.values():
             process.start()
         for process in self.processes.values():
@@ -104,13 +108,14 @@ class ChaosCluster:
 
     def _add_worker(self, name: str, role: str) -> None:
         port, transfer_port = free_port(), free_port()
+        choices = self.plan.transports.split(";")
         _, host = self.plan.homes.get(role, ((), "127.0.0.1"))
         flags = [
             "--host", host, "--port", str(port), "--transfer-port", str(transfer_port), "--model", str(self._model),
             "--dtype", self.plan.dtype, "--num-blocks", str(self.plan.num_blocks), "--num-threads", "1",
             "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "128",
             "--lease-seconds", str(LEASE_SECONDS), "--transfer-timeout-seconds", str(TRANSFER_SECONDS),
-            "--transports", self.plan.transports,
+            "--transports", choices[len(self.rpc_proxies) % len(choices)],
         ]  # fmt: skip
         if self.plan.proxied:
             self.rpc_proxies[name] = FaultProxy(f"127.0.0.1:{port}")
@@ -166,6 +171,7 @@ class ChaosCluster:
         """
         for proxy in (*self.rpc_proxies.values(), *self.block_proxies.values()):
             proxy.take()
+            proxy.disarm()
             proxy.refuse(False)
         if not self.valkey.running:
             self.valkey.restart()

@@ -17,11 +17,13 @@ def chaos_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("chaos-model"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_cluster(chaos_model: Path) -> Iterator[ChaosCluster]:
-    """Two prefill and two decode workers over tcp through proxies. One for all tests: it takes a while to start."""
+    """Two prefill and two decode workers over tcp through proxies. One for all tests here."""
     plan = ClusterPlan(
-        transports=os.environ.get("CHAOS_TRANSPORTS", "tcp"), dtype=os.environ.get("CHAOS_DTYPE", "float32")
+        num_gateways=int(os.environ.get("CHAOS_GATEWAYS", "1")),
+        transports=os.environ.get("CHAOS_TRANSPORTS", "tcp"),
+        dtype=os.environ.get("CHAOS_DTYPE", "float32"),
     )
     with running_cluster(chaos_model, plan) as cluster:
         yield cluster
@@ -43,7 +45,7 @@ async def _right_answers(cluster: ChaosCluster, questions: list[Question]) -> di
         await asker.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def long_streams(shared_cluster: ChaosCluster) -> dict[Question, Answer]:
     """At least 32 questions with answers long enough to be in the middle of."""
     questions = draw_questions(random.Random(1), 48, lengths=(17, 100, 300, 700), outputs=(500, 800))
@@ -52,7 +54,7 @@ def long_streams(shared_cluster: ChaosCluster) -> dict[Question, Answer]:
     return dict(list(known.items())[:32])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def short_answers(shared_cluster: ChaosCluster) -> dict[Question, Answer]:
     """For random faults: prompts of one token to many chunks."""
     questions = draw_questions(random.Random(2), 64, lengths=(1, 16, 40, 130, 260, 520, 900), outputs=(8, 60, 150, 400))

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -35,6 +36,21 @@ class FaultKind(StrEnum):
     REORDER = "reorder"
     # `num_bytes` a second pass, for ever.
     SLOW = "slow"
+
+
+@dataclass(slots=True)
+class _Trigger:
+    """Calls `action` once, in a pump's thread, before the last of `num_parts` parts is forwarded."""
+
+    min_bytes: int
+    num_parts: int
+    action: Callable[[], None]
+
+    def sees(self, num_bytes: int) -> bool:
+        """Whether it is time."""
+        if num_bytes >= self.min_bytes:
+            self.num_parts -= 1
+        return self.num_parts == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +81,11 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._fault: Fault | None = None
         self._refusing = False
+        self._up_trigger: _Trigger | None = None
+        self._down_trigger: _Trigger | None = None
+        # Cleared: nothing passes to the clients.
+        self._open = threading.Event()
+        self._open.set()
         self._connections: list[_Connection] = []
         self._closed = False
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -82,6 +103,49 @@ class FaultProxy:
     def refuse(self, refusing: bool = True) -> None:
         """New connections are reset at once."""
         self._refusing = refusing
+
+    def on_request(self, min_bytes: int, num_parts: int, action: Callable[[], None]) -> None:
+        """Calls `action` before the next part of at least `min_bytes` goes to the target; `num_parts`: not the next."""
+        with self._lock:
+            self._up_trigger = _Trigger(min_bytes, num_parts, action)
+
+    def on_answer(self, num_parts: int, action: Callable[[], None]) -> None:
+        """The same for the other direction, for parts of any size."""
+        with self._lock:
+            self._down_trigger = _Trigger(1, num_parts, action)
+
+    def hold(self) -> None:
+        """Nothing passes to the clients until `disarm`."""
+        self._open.clear()
+
+    def disarm(self) -> None:
+        """Forgets triggers, and lets pass what was held."""
+        with self._lock:
+            self._up_trigger = self._down_trigger = None
+        self._open.set()
+
+    def passes_up(self, num_bytes: int) -> None:
+        """A connection is about to forward so much to the target."""
+        with self._lock:
+            trigger = self._up_trigger
+            due = trigger is not None and trigger.sees(num_bytes)
+            if due:
+                self._up_trigger = None
+        if due and trigger is not None:
+            trigger.action()
+
+    def passes_down(self, num_bytes: int) -> None:
+        """And so much to its client."""
+        while not self._open.wait(0.1):
+            if self._closed:
+                return
+        with self._lock:
+            trigger = self._down_trigger
+            due = trigger is not None and trigger.sees(num_bytes)
+            if due:
+                self._down_trigger = None
+        if due and trigger is not None:
+            trigger.action()
 
     def take(self) -> Fault | None:
         with self._lock:
@@ -163,12 +227,14 @@ class _Connection:
 
     def _up(self) -> None:
         while data := self._recv(self._client):
+            self._proxy.passes_up(len(data))
             self._target.sendall(data)
 
     def _down(self) -> None:
         fault: Fault | None = None
         left = 0
         while data := self._recv(self._target):
+            self._proxy.passes_down(len(data))
             if fault is None:
                 fault = self._proxy.take()
                 left = fault.after_bytes if fault is not None else 0

@@ -6,7 +6,6 @@ Owns one process and its log. Every process dies with the thread that started it
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -14,10 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from tests.children import dies_with_parent
 
 
 class ServiceProcess:
@@ -69,7 +68,7 @@ class ServiceProcess:
                 pass_fds=(write_fd,),
                 env=environ,
                 process_group=0,
-                preexec_fn=_dies_with_parent(),
+                preexec_fn=dies_with_parent(),
             )
         os.close(write_fd)
         self.num_lives += 1
@@ -133,16 +132,3 @@ class ServiceProcess:
         if self._ready_fd is not None:
             os.close(self._ready_fd)
             self._ready_fd = None
-
-
-def _dies_with_parent() -> Callable[[], None]:
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-    sigkill = int(signal.SIGKILL)
-
-    def hook() -> None:
-        prctl(_PR_SET_PDEATHSIG, sigkill, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return hook

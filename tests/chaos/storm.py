@@ -10,13 +10,15 @@ import asyncio
 import itertools
 import random
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.chaos.cluster import ChaosCluster
 from tests.chaos.faults import Fault, FaultKind
 from tests.chaos.load import Answer, Asker, Question, Verdict, judge
+from tests.chaos.phases import PHASES_OF_ROLE, Phase, kill_at
 from tests.chaos.processes import ServiceProcess
 
 # Bytes after which a fault in a data plane strikes, at most: a prompt's blocks are a few hundred kilobytes.
@@ -26,7 +28,7 @@ _MAX_RPC_BYTES = 20_000
 _RPC_FAULTS = (FaultKind.DELAY, FaultKind.DROP, FaultKind.TRUNCATE, FaultKind.RESET, FaultKind.SLOW)
 # A kill costs a start of several seconds: of all faults so many are process faults.
 _PROCESS_SHARE = 0.3
-_WEIGHTS = {"kill": 3, "freeze": 4, "blink": 5}
+_WEIGHTS = {"kill": 3, "phase": 9, "freeze": 4, "blink": 5}
 
 
 @dataclass(slots=True)
@@ -89,7 +91,12 @@ class Storm:
         self._struck: list[tuple[float, str]] = []
         self._undoing: set[asyncio.Task[None]] = set()
         self._troubled: set[str] = set()
-        self._gateway_kills: list[float] = []
+        # In turn, so that a run of some length has seen each.
+        self._phases = {role: itertools.cycle(phases) for role, phases in PHASES_OF_ROLE.items()}
+        # Will be killed when they come to the chosen point.
+        self._awaited: set[str] = set()
+        # By gateway.
+        self._gateway_kills: defaultdict[str, list[float]] = defaultdict(list)
         self._salts = itertools.count()
         self._ended = False
 
@@ -112,7 +119,9 @@ class Storm:
     async def _client(self, number: int) -> None:
         rng = random.Random(self.seed * 1000 + number)
         questions = list(self._known)
-        asker = Asker(self._cluster.base_url, self._deadline_seconds + 5.0)
+        place = number % len(self._cluster.base_urls)
+        asker = Asker(self._cluster.base_urls[place], self._deadline_seconds + 5.0)
+        gateway = self._cluster.processes[f"gateway-{place}"]
         try:
             while not self._ended:
                 question = rng.choice(questions)
@@ -121,26 +130,25 @@ class Storm:
                 logprobs = 1 if rng.random() < 0.3 else None
                 begun = time.monotonic()
                 answer = await asker.ask(question, stream=rng.random() < 0.6, cache_salt=salt, logprobs=logprobs)
-                gateway = self._cluster.processes["gateway-0"]
                 if answer.refused_connection and not (gateway.running and gateway.ready):
                     # Nobody was asked: the gateway is being started again.
                     await asyncio.sleep(0.2)
                     continue
-                self._note(question, answer, begun)
+                self._note(question, answer, begun, gateway.name)
                 if answer.status != 200:
                     await asyncio.sleep(0.2)
         finally:
             await asker.close()
 
-    def _note(self, question: Question, answer: Answer, begun: float) -> None:
+    def _note(self, question: Question, answer: Answer, begun: float, gateway: str) -> None:
         right = self._known[question]
         verdict = judge(answer, right, self._deadline_seconds)
         faults = tuple(dict.fromkeys(kind for at, kind in self._struck if begun - 10.0 <= at))
-        if verdict is Verdict.BROKEN and any(at >= begun - 0.1 for at in self._gateway_kills):
+        if verdict is Verdict.BROKEN and any(at >= begun - 0.1 for at in self._gateway_kills[gateway]):
             verdict = Verdict.REFUSED
         self.totals[verdict] += 1
         if answer.status != 200:
-            young = any(begun - 6.0 <= at for at in self._gateway_kills)
+            young = any(begun - 6.0 <= at for at in self._gateway_kills[gateway])
             self.errors[f"{answer.status} {answer.error}{' (gateway just restarted)' if young else ''}"] += 1
         for kind in dict.fromkeys(kind for at, kind in self._struck if begun - 0.5 <= at):
             self.table[kind].verdicts[verdict] += 1
@@ -151,6 +159,10 @@ class Storm:
 
     def _strike(self) -> None:
         kind = self._process_fault() if self._rng.random() < _PROCESS_SHARE else self._link_fault()
+        if kind:
+            self._struck_by(kind)
+
+    def _struck_by(self, kind: str) -> None:
         self.table.setdefault(kind, Row()).num_faults += 1
         self._struck.append((time.monotonic(), kind))
 
@@ -177,10 +189,13 @@ class Storm:
         return f"{plane}: {fault.kind}"
 
     def _process_fault(self) -> str:
+        """Returns its kind; empty: that is known once it strikes."""
         rng = self._rng
         way = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
         targets = ("prefill", "prefill", "decode", "decode", "kvstore", "valkey", "gateway")
         role = rng.choice(targets)
+        if way == "phase" and role not in PHASES_OF_ROLE:
+            way = "kill"
         if role == "valkey":
             return self._valkey_fault(way)
         # One worker of each role is left alone, else there is nothing that could go on.
@@ -188,14 +203,31 @@ class Storm:
         enough = 2 if role in ("prefill", "decode") else 1
         if len(able) < enough:
             return self._link_fault()
+        if way == "phase":
+            self._kill_in_phase(rng.choice(able), next(self._phases[role]))
+            return ""
         self._hit(rng.choice(able), way)
         return f"{role}: {_WORDS[way]}"
+
+    def _kill_in_phase(self, victim: ServiceProcess, phase: Phase) -> None:
+        self._troubled.add(victim.name)
+        self._awaited.add(victim.name)
+        pause_seconds = self._rng.random()
+
+        async def strike() -> None:
+            met = await kill_at(self._cluster, victim, phase)
+            self._struck_by(f"{victim.role}: killed {phase if met else 'at no point'}")
+            await asyncio.sleep(pause_seconds)
+            self._awaited.discard(victim.name)
+            victim.start()
+
+        self._background(strike())
 
     def _hit(self, victim: ServiceProcess, way: str) -> None:
         self._troubled.add(victim.name)
         if way == "kill":
             if victim.role == "gateway":
-                self._gateway_kills.append(time.monotonic())
+                self._gateway_kills[victim.name].append(time.monotonic())
             victim.kill()
             self._later(self._rng.random(), victim.start)
             return
@@ -231,7 +263,12 @@ class Storm:
     def _revive(self) -> None:
         """Takes those who have come back into the circle of possible victims."""
         for process in self._cluster.processes.values():
-            if process.name in self._troubled and process.running and not process.frozen and process.ready:
+            if (
+                process.name in self._troubled - self._awaited
+                and process.running
+                and not process.frozen
+                and process.ready
+            ):
                 self._troubled.discard(process.name)
 
     def _later(self, seconds: float, undo: Callable[[], None]) -> None:
@@ -239,7 +276,10 @@ class Storm:
             await asyncio.sleep(seconds)
             undo()
 
-        task = asyncio.create_task(wait())
+        self._background(wait())
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._undoing.add(task)
         task.add_done_callback(self._undoing.discard)
 
@@ -249,12 +289,12 @@ class Storm:
         """The table by kind of fault. A fault is counted against every answer that was under way."""
         lines = [f"seed {self.seed}: {sum(row.num_faults for row in self.table.values())} faults, "
                  f"{self.totals.total()} answers: {_counts(self.totals)}", ""]  # fmt: skip
-        lines.append(f"{'fault':34} {'faults':>6} {'answers':>8} {'equal':>6} {'error':>6} {'wrong':>6} {'late':>5}")
+        lines.append(f"{'fault':48} {'faults':>6} {'answers':>8} {'equal':>6} {'error':>6} {'wrong':>6} {'late':>5}")
         for kind, row in sorted(self.table.items()):
             v = row.verdicts
             wrong = v[Verdict.WRONG] + v[Verdict.BROKEN]
             lines.append(
-                f"{kind:34} {row.num_faults:6} {v.total():8} {v[Verdict.EQUAL]:6} {v[Verdict.REFUSED]:6} "
+                f"{kind:48} {row.num_faults:6} {v.total():8} {v[Verdict.EQUAL]:6} {v[Verdict.REFUSED]:6} "
                 f"{wrong:6} {v[Verdict.LATE]:5}"
             )
         lines += ["", *(f"{count:5} x {error}" for error, count in self.errors.most_common(12))]

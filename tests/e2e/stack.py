@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.children import dies_with_parent
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -40,6 +42,8 @@ class Stack:
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environ or {})},
             start_new_session=True,
+            # Its own children die with it.
+            preexec_fn=dies_with_parent(),
         )
 
     def wait_ready(self, timeout_seconds: float = 120.0) -> None:
