@@ -3,9 +3,9 @@
     python -m tests.bench.bystander [--requests 40] [--kinds schemas,regexes] [-- flags of biphase serve]
 
 Starts `biphase serve`. A bystander asks for short streamed answers, one after the other with a pause between. First it
-is alone, then beside each kind of attack, whose clients begin again as soon as they are answered; between the attacks
-it is alone again, so that what the machine itself does in the meantime shows. Prints for each kind the bystander's
-latency (to the first token, and to the last) at p50 and p99, and the ratios to what it was alone.
+is alone, then beside each kind of attack, whose clients begin again as soon as they are answered, and alone again.
+Prints for each kind the bystander's latency (to the first token, and to the last) at p50 and p99, and the ratios to
+what it was alone just before and after.
 
 The attackers are a process of their own, niced: they stand for other machines, whose CPU time is not the server's.
 """
@@ -31,6 +31,8 @@ _HI = [{"role": "user", "content": "Say hi"}]
 _TOKENS = 16
 _PAUSE_SECONDS = 0.02
 _ATTACKER_NICE = 10
+# Until an attack is under way, and until what it left behind is done with.
+_REST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,18 @@ def _measure(port: int, num_requests: int) -> list[tuple[float, float]]:
     return asyncio.run(ask_all())
 
 
+def _beside(port: int, name: str, num_requests: int) -> list[tuple[float, float]]:
+    """What the bystander feels during an attack."""
+    attackers = multiprocessing.get_context("spawn").Process(target=_attackers, args=(port, name))
+    attackers.start()
+    try:
+        time.sleep(_REST_SECONDS)
+        return _measure(port, num_requests)
+    finally:
+        attackers.kill()
+        attackers.join()
+
+
 def _percentiles(found: Sequence[tuple[float, float]]) -> list[float]:
     """Milliseconds: first token p50 and p99, last token p50 and p99."""
     told = []
@@ -215,38 +229,28 @@ def _percentiles(found: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def main() -> int:
-    own, _, flags = (sys.argv[1:], None, []) if "--" not in sys.argv else (
-        sys.argv[1 : sys.argv.index("--")], None, sys.argv[sys.argv.index("--") + 1 :]
-    )  # fmt: skip
+    place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    own, flags = sys.argv[1:place], sys.argv[place + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--kinds", default=",".join(ATTACKS))
     args = parser.parse_args(own)
     worst = 0.0
     with running_stack("--prefill", "1", "--decode", "1", *flags) as stack:
-        _measure(stack.port, 10)
-        alone: list[tuple[float, float]] = _measure(stack.port, args.requests)
-        rows = []
-        for name in args.kinds.split(","):
-            attackers = multiprocessing.get_context("spawn").Process(target=_attackers, args=(stack.port, name))
-            attackers.start()
-            try:
-                time.sleep(2.0)
-                rows.append((name, _measure(stack.port, args.requests)))
-            finally:
-                attackers.kill()
-                attackers.join()
-            time.sleep(2.0)
-            alone += _measure(stack.port, args.requests // 2)
-        base = _percentiles(alone)
+        _measure(stack.port, 5)
         print(f"{'milliseconds':14}" + "".join(f"{name:>22}" for name in ("first p50", "p99", "last p50", "p99")))
-        print(f"{'alone':14}" + "".join(f"{value:15.1f}       " for value in base))
-        for name, found in rows:
-            values = _percentiles(found)
-            ratios = [value / before for value, before in zip(values, base, strict=True)]
+        before = _measure(stack.port, args.requests)
+        for name in args.kinds.split(","):
+            found = _beside(stack.port, name, args.requests)
+            time.sleep(_REST_SECONDS)
+            after = _measure(stack.port, args.requests)
+            base, values = _percentiles(before + after), _percentiles(found)
+            ratios = [value / alone for value, alone in zip(values, base, strict=True)]
             worst = max(worst, *ratios)
+            print(f"{'alone':14}" + "".join(f"{value:15.1f}       " for value in base))
             cells = (f"{value:15.1f} ({ratio:4.2f})" for value, ratio in zip(values, ratios, strict=True))
-            print(f"{name:14}" + "".join(cells))
+            print(f"{name:14}" + "".join(cells), flush=True)
+            before = after
     print(f"worst ratio {worst:.2f}")
     return 0
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from services.gateway import bodies
 from tests.fakes import FakeDecode
 from tests.services.gateway.conftest import Running, StartGateway
 
@@ -118,6 +122,18 @@ async def test_bodies_of_very_many_values_are_not_parsed(start_gateway: StartGat
     # The same marks within a string are text.
     answer = await running.complete(prompt="hi", user='[{,\\"' * 300_000, max_tokens=1)
     assert answer.status_code == 200
+
+
+async def test_values_are_counted_outside_of_strings_wherever_a_piece_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_VALUES", -1)
+    rng = random.Random(3)
+    string = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+    for _ in range(300):
+        monkeypatch.setattr(bodies, "_PIECE_BYTES", rng.randrange(1, 20))
+        texts = ["".join(rng.choice('\\",[{ax') for _ in range(rng.randrange(12))) for _ in range(rng.randrange(6))]
+        raw = json.dumps({"a": texts, "b": [texts, {}]}).encode()
+        outside = string.sub(b"", raw)
+        assert await bodies._num_values(raw) == sum(map(outside.count, (b",", b"[", b"{"))), raw
 
 
 async def test_allow_names_every_method(start_gateway: StartGateway, says: Says) -> None:
