@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 IMAGES = ROOT / "docs" / "images"
 WORDS = (ROOT / "README.md").read_text().split()
-NUM_REQUESTS, NUM_CLIENTS = 36, 3
+NUM_REQUESTS, NUM_CLIENTS = 27, 3
 
 
 def load(stack: Any) -> None:
