@@ -30,6 +30,22 @@ def dequantise_channels(weight: Tensor, scale: Tensor) -> Tensor:
     return weight.float() * scale.float().unsqueeze(1)
 
 
+def dequantise_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Of int8 or float8 [out_features, in_features] with one scale for each block of [rows, columns].
+
+    Args:
+        scale: [out_features / rows, in_features / columns], rounded up: blocks at the ends may be smaller.
+    """
+    wide = scale.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
+    return weight.float() * wide.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+
+
+def unpack_bytes(packed: Tensor) -> Tensor:
+    """Of int32 [..., words], four values of 0 to 255 a word, the lowest first: int32 [..., 4 * words]."""
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 255).flatten(-2)
+
+
 def unpack_nibbles(packed: Tensor, nibbles: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """Of int32 [..., words], eight values of 0 to 15 a word: int32 [..., 8 * words]; value i lies in nibbles[i]."""
     shifts = torch.tensor(nibbles, dtype=torch.int32, device=packed.device) * 4
@@ -50,19 +66,27 @@ def dequantise_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
 
 
 def dequantise_gptq(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None = None, zero_offset: int = 1
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    g_idx: Tensor | None = None,
+    zero_offset: int = 1,
+    *,
+    bits: int = 4,
 ) -> Tensor:
     """GPTQ's layout (https://arxiv.org/abs/2210.17323): words of weights run along the inputs, of zeros the outputs.
 
     Args:
-        qweight: int32 [in_features / 8, out_features]; qzeros: int32 [groups, out_features / 8].
+        qweight: int32 [in_features * bits / 32, out_features]; qzeros: int32 [groups, out_features * bits / 32].
         scales: [groups, out_features].
         g_idx: int [in_features], the group of each input; None: in order.
         zero_offset: added to stored zeros: 1 in the usual format, 0 in "gptq_v2".
+        bits: 4 or 8.
     """
-    values = unpack_nibbles(qweight.T.contiguous())  # [out_features, in_features]
+    unpack = unpack_nibbles if bits == 4 else unpack_bytes
+    values = unpack(qweight.T.contiguous())  # [out_features, in_features]
     num_inputs, num_groups = values.shape[1], scales.shape[0]
     if g_idx is None:
-        g_idx = torch.arange(num_inputs, device=qweight.device) // (num_inputs // num_groups)
-    zeros = unpack_nibbles(qzeros) + zero_offset  # [groups, out_features]
+        g_idx = torch.arange(num_inputs, device=qweight.device) // -(-num_inputs // num_groups)
+    zeros = unpack(qzeros)[:, : scales.shape[1]] + zero_offset  # [groups, out_features]
     return (values - zeros[g_idx.long()].T) * scales.float()[g_idx.long()].T

@@ -7,10 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
+from biphase.cache.tensors import kv_block_bytes, kv_view
 from biphase.model.loader import LoadedModel
+from biphase.model.spec import ModelSpec
 from biphase.request import Request, RequestId, SamplingParams
 from biphase.runner import ModelRunner
 from biphase.scheduler.output import RunnerOutput, ScheduledRequest, SchedulerOutput
+
+
+def poisoned_cache(spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A KV cache whose every slot is NaN: whoever reads an unused one shows it."""
+    shape = (spec.num_layers, spec.num_kv_heads, block_size, spec.head_dim, dtype)
+    return kv_view(torch.full((num_blocks, kv_block_bytes(*shape)), 255, dtype=torch.uint8), *shape)
 
 
 class Stepper:
@@ -27,10 +35,9 @@ class Stepper:
         max_model_len: int = 512,
         native: bool = False,
         seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        spec = model.spec
-        shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        self.kv_cache = torch.full(shape, float("nan"), dtype=model.dtype)
+        self.kv_cache = poisoned_cache(model.spec, num_blocks, block_size, kv_dtype or model.dtype)
         self.block_size = block_size
         self.budget = max_num_batched_tokens
         self.free_blocks = list(range(num_blocks))

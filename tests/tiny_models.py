@@ -55,6 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("MistralConfig", {"sliding_window": 24}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "hidden_size": 96}),
     "qwen2_window": (
         "Qwen2Config",

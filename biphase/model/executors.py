@@ -101,7 +101,7 @@ def _gpu(model: LoadedModel, kv_cache: Tensor, options: ExecutorOptions) -> Forw
     module = _load("biphase.model.gpu_forward")
     forward = module.GpuForward(
         model.spec,
-        model.dense_weights(),
+        model.weights_for(module.ops.can_multiply),
         kv_cache,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,

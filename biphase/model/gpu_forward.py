@@ -16,6 +16,7 @@ from torch import Tensor
 from biphase.model.forward import ForwardBatch
 from biphase.model.gpu import GpuModel
 from biphase.model.gpu_inputs import StepInputs
+from biphase.model.quantised import Weight
 from biphase.model.spec import ModelSpec
 from biphase.ops import gpu as ops
 from biphase.telemetry.events import event_logger
@@ -62,7 +63,7 @@ class GpuForward:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: dict[str, Tensor],
+        weights: dict[str, Weight],
         kv_cache: Tensor,
         *,
         max_num_batched_tokens: int,

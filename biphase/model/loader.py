@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -11,6 +12,8 @@ import torch
 from biphase.errors import ConfigError
 from biphase.model.config import Config
 from biphase.model.families import family_of, spec_of
+from biphase.model.packed import PackedMatrix
+from biphase.model.packing import packing_of
 from biphase.model.quantised import QuantisedMatrix, Weight, dense
 from biphase.model.source import ModelSource
 from biphase.model.spec import ModelSpec
@@ -45,6 +48,19 @@ class LoadedModel:
         if all(isinstance(weight, torch.Tensor) for weight in self.weights.values()):
             return cast(dict[str, torch.Tensor], self.weights)
         return {name: dense(weight, self.dtype) for name, weight in self.weights.items()}
+
+    def weights_for(self, multiplies: Callable[[PackedMatrix], bool]) -> dict[str, Weight]:
+        """The weights for an executor that multiplies from packed matrices of checkpoints, if not from all of them.
+
+        Of matrices that are joined (q, k, v; gate and up) either all stay packed or none.
+        """
+        kept = {name: isinstance(weight, PackedMatrix) and multiplies(weight) for name, weight in self.weights.items()}
+        for name in self.weights:
+            prefix, _, part = name.rpartition(".")
+            for group in (("q", "k", "v"), ("gate", "up")):
+                if part in group and not all(kept[f"{prefix}.{other}"] for other in group):
+                    kept[name] = False
+        return {name: w if kept[name] else dense(w, self.dtype) for name, w in self.weights.items()}
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -81,11 +97,13 @@ def load_model(
     quantization: str = "none",
     *,
     keep_blocks: bool = False,
+    keep_packed: bool | None = None,
 ) -> LoadedModel:
     """Reads config and weights.
 
     Args:
         quantization, keep_blocks: see `weights.load_weights`.
+        keep_packed: likewise; None: on other devices than the CPU.
 
     Raises:
         ModelLoadError: see `families.spec_of` and `weights.load_weights`.
@@ -96,8 +114,19 @@ def load_model(
         raise ConfigError(f"--quantization {quantization} is for CPU workers; on {device.type} weights are not packed")
     dtype = resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
     spec = spec_of(source)
-    family = family_of(Config(source.config()))
-    weights = load_weights(source, spec, family, dtype, device, quantization, keep_blocks)
+    config = Config(source.config())
+    weights = load_weights(
+        source,
+        spec,
+        family_of(config),
+        dtype,
+        device,
+        quantization,
+        keep_blocks,
+        packing_of(config),
+        # A GPU's kernels multiply from packed matrices; the CPU's do not know these kinds.
+        keep_packed=device.type != "cpu" if keep_packed is None else keep_packed,
+    )
     if quantization == "gguf" and not any(isinstance(weight, QuantisedMatrix) for weight in weights.values()):
         raise ConfigError(f"--quantization gguf: {source.path} has no matrices in blocks of Q4_0, Q4_1 or Q8_0")
     return LoadedModel(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from biphase.model.dequantise import dequantise
+from biphase.model.packed import PackedMatrix
 
 # GGUF's block types that stay packed.
 PACKED_ENCODINGS = frozenset({"Q4_0", "Q4_1", "Q8_0"})
@@ -75,7 +76,7 @@ def to_channels(matrix: Tensor) -> ChannelMatrix:
     return ChannelMatrix(values, scales)
 
 
-Weight = Tensor | QuantisedMatrix | ChannelMatrix
+Weight = Tensor | QuantisedMatrix | ChannelMatrix | PackedMatrix
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,8 @@ from biphase.errors import ModelLoadError
 from biphase.model.dequantise import dequantise
 from biphase.model.families.decoder import Family
 from biphase.model.gguf_config import INTERLEAVED_ROPE, gguf_name
+from biphase.model.packed import PackedPlace, packed_place
+from biphase.model.packing import Packing
 from biphase.model.quantised import PACKED_ENCODINGS, QuantisedMatrix, Weight, to_channels
 from biphase.model.shapes import weight_shapes
 from biphase.model.source import ModelSource
@@ -51,6 +53,8 @@ def load_weights(
     device: torch.device,
     quantization: str = "none",
     keep_blocks: bool = False,
+    packing: Packing | None = None,
+    keep_packed: bool = False,
 ) -> dict[str, Weight]:
     """All weights of `spec`, by canonical name; norm weights in float32, the rest in `dtype`.
 
@@ -58,15 +62,25 @@ def load_weights(
         quantization: "gguf" leaves matrices in the blocks of their file where the CPU program multiplies from those;
             "int8" rounds them to int8, one scale for each output. Not a router, nor an embedding that only looks up.
         keep_blocks: leave them in blocks with "none" too, for an executor that decodes them as it goes.
+        packing: how a quantised safetensors checkpoint packs its matrices.
+        keep_packed: leave those as they are; else they are decoded to `dtype`, or from there rounded to int8.
 
     Raises:
         ModelLoadError: a file is truncated, a tensor is missing or of another shape or encoding than needed.
     """
-    places = _find(source, spec, family)
+    places = _find(source, spec, family, packing)
     maps: dict[Path, mmap.mmap] = {}
     interleaved = source.kind == "gguf" and source.gguf().metadata["general.architecture"] in INTERLEAVED_ROPE
     weights: dict[str, Weight] = {}
     for name, place in places.items():
+        if isinstance(place, PackedPlace):
+            packed = place.read(lambda entry: _bytes_of(entry, maps))
+            if keep_packed:
+                weights[name] = packed.to(device)
+                continue
+            weight = packed.dequantise(dtype).to(device)
+            weights[name] = to_channels(weight) if quantization == "int8" else weight
+            continue
         part = name.rsplit(".", 1)[-1]
         num_heads = 0
         if interleaved and part in ("q", "q_bias"):
@@ -84,12 +98,18 @@ def load_weights(
     return weights
 
 
-def _find(source: ModelSource, spec: ModelSpec, family: Family) -> dict[str, _Place]:
+def _find(
+    source: ModelSource, spec: ModelSpec, family: Family, packing: Packing | None
+) -> dict[str, _Place | PackedPlace]:
     entries = source.tensors()
-    places: dict[str, _Place] = {}
+    places: dict[str, _Place | PackedPlace] = {}
     missing: list[str] = []
     for name, shape in weight_shapes(spec).items():
         stored, index = gguf_name(name) if source.kind == "gguf" else (family.name_of(name), None)
+        packed = None if packing is None else packed_place(stored, shape, packing, entries)
+        if packed is not None:
+            places[name] = packed
+            continue
         entry = entries.get(stored)
         if entry is None:
             missing.append(stored)
@@ -130,7 +150,7 @@ def _read(place: _Place, maps: dict[Path, mmap.mmap], num_heads: int, dtype: tor
     out = torch.empty(num_rows, num_columns, dtype=dtype)
     try:
         dequantise(raw, entry.encoding, num_columns, out)
-    except NotImplementedError as error:
+    except (KeyError, NotImplementedError) as error:
         raise ModelLoadError(
             f"{entry.path}: tensor {entry.name} is encoded as {entry.encoding}, which cannot be read."
         ) from error

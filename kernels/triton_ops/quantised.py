@@ -1,4 +1,4 @@
-"""Matrix products with packed weights: int8 per channel, fp8 per channel, int4 in groups as AWQ and GPTQ lay them out.
+"""Matrix products with packed weights: int8 and fp8 with scales of rows or blocks; AWQ's and GPTQ's groups.
 
 Owns reading the packed bytes once and unpacking them on the way into the tensor cores; activations stay in 16 bits.
 What a packed weight means is defined by `kernels.reference_quantised`. Sums over shares of k are added in a fixed
@@ -23,7 +23,8 @@ _COLUMNS, _K = 64, 64
 def matmul_kernel(
     x, weight, scales, zeros, g_idx, bias, out, m, n, k, k_share,
     stride_x, stride_out_split, stride_out,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_G_IDX: tl.constexpr, ZERO_OFFSET: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, PER_WORD: tl.constexpr,
+    HAS_G_IDX: tl.constexpr, ZERO_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """out[split, rows, columns] = x[rows, share of k] @ weight[columns, share of k].T, with scales applied."""
@@ -55,9 +56,12 @@ def matmul_kernel(
                 bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
                 tile = bits.to(tl.float16, bitcast=True).to(kind)
         else:
-            # Words are read once and spread over the eight values that each holds.
-            word = tl.program_id(0) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
-            word_used = word < n // 8
+            # Words are read once and spread over the values that each holds.
+            bits: tl.constexpr = 32 // PER_WORD
+            highest: tl.constexpr = (1 << bits) - 1
+            words: tl.constexpr = COLUMNS // PER_WORD
+            word = tl.program_id(0) * words + tl.arange(0, words)
+            word_used = word < n // PER_WORD
             if FORMAT == 2:
                 # [k, n / 8]; columns 0 to 7 lie in nibbles 0, 4, 1, 5, 2, 6, 3, 7.
                 zero_shift = (column % 2 * 4 + column % 8 // 2) * 4
@@ -68,34 +72,42 @@ def matmul_kernel(
                 raw = tl.reshape(tl.broadcast_to(raw[:, :, None], (K, COLUMNS // 8, 8)), (K, COLUMNS))
                 values = (raw >> zero_shift[None, :]) & 15
             else:
-                # [k / 8, n]; eight values of k in one word, the first lowest.
-                zero_shift = column % 8 * 4
-                k_word = start // 8 + tl.arange(0, K // 8)
+                # [k / PER_WORD, n]; values of k in one word, the first lowest.
+                zero_shift = column % PER_WORD * bits
+                k_word = start // PER_WORD + tl.arange(0, K // PER_WORD)
                 raw = tl.load(
                     weight + k_word.to(tl.int64)[:, None] * n + wide_column[None, :],
-                    mask=(k_word < k // 8)[:, None] & column_used[None, :], other=0,
+                    mask=(k_word < k // PER_WORD)[:, None] & column_used[None, :], other=0,
                 )  # fmt: skip
-                raw = tl.reshape(tl.broadcast_to(raw[:, None, :], (K // 8, 8, COLUMNS)), (K, COLUMNS))
-                values = (raw >> (at % 8 * 4)[:, None]) & 15
+                raw = tl.reshape(tl.broadcast_to(raw[:, None, :], (K // PER_WORD, PER_WORD, COLUMNS)), (K, COLUMNS))
+                values = (raw >> (at % PER_WORD * bits)[:, None]) & highest
             if HAS_G_IDX:
                 place = tl.load(g_idx + at, mask=k_used, other=0)[:, None]
                 zero = tl.load(
-                    zeros + place * (n // 8) + word[None, :], mask=k_used[:, None] & word_used[None, :], other=0
+                    zeros + place * (n // PER_WORD) + word[None, :], mask=k_used[:, None] & word_used[None, :], other=0
                 )
-                zero = tl.reshape(tl.broadcast_to(zero[:, :, None], (K, COLUMNS // 8, 8)), (K, COLUMNS))
+                zero = tl.reshape(tl.broadcast_to(zero[:, :, None], (K, words, PER_WORD)), (K, COLUMNS))
                 scale = tl.load(
                     scales + place * n + column[None, :], mask=k_used[:, None] & column_used[None, :], other=0.0
                 )
             else:
                 # A tile of k lies in one group.
                 place = start // GROUP
-                zero = tl.load(zeros + place * (n // 8) + word, mask=word_used, other=0)
-                zero = tl.reshape(tl.broadcast_to(zero[:, None], (COLUMNS // 8, 8)), (COLUMNS,))[None, :]
+                zero = tl.load(zeros + place * (n // PER_WORD) + word, mask=word_used, other=0)
+                zero = tl.reshape(tl.broadcast_to(zero[:, None], (words, PER_WORD)), (COLUMNS,))[None, :]
                 scale = tl.load(scales + place * n + column, mask=column_used, other=0.0)[None, :]
-            zero = ((zero >> zero_shift[None, :]) & 15) + ZERO_OFFSET
+            zero = ((zero >> zero_shift[None, :]) & highest) + ZERO_OFFSET
             tile = ((values - zero).to(tl.float32) * scale.to(tl.float32)).to(kind)
-        acc = tl.dot(rows, tile, acc, input_precision="ieee")
-    if FORMAT == 0 or FORMAT == 1:
+        if BLOCK_ROWS:
+            # A tile of k lies in one block of columns.
+            place = column // BLOCK_ROWS * ((k + GROUP - 1) // GROUP) + start // GROUP
+            factor = tl.load(scales + place, mask=column_used, other=0.0)
+            if FORMAT == 1:
+                factor *= 256.0
+            acc += tl.dot(rows, tile, input_precision="ieee") * factor[None, :]
+        else:
+            acc = tl.dot(rows, tile, acc, input_precision="ieee")
+    if (FORMAT == 0 or FORMAT == 1) and BLOCK_ROWS == 0:
         factor = tl.load(scales + column, mask=column_used, other=0.0)
         if FORMAT == 1:
             factor *= 256.0
@@ -109,7 +121,7 @@ def matmul_kernel(
 
 def _matmul(
     x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None, bias: Tensor | None,
-    n: int, form: int, group: int, zero_offset: int, num_splits: int | None,
+    n: int, form: int, group: int, zero_offset: int, num_splits: int | None, block_rows: int = 0, per_word: int = 8,
 ) -> Tensor:  # fmt: skip
     assert x.dim() == 2 and x.stride(1) == 1 and weight.is_contiguous() and scales.is_contiguous()
     m, k = x.shape
@@ -119,8 +131,8 @@ def _matmul(
     rows = padded(min(m, 64), 16)
     warps = 4
     columns = _COLUMNS
-    # A tile of k must not cross a group, and a word holds eight values of it.
-    tile_k = min(_K, group) if group else _K
+    # A tile of k must not cross a group, and a word holds several values of it.
+    tile_k = min(_K, group & -group) if group else _K
     tiles = -(-n // columns) * -(-m // rows)
     splits = num_splits or max(1, min(_num_sms(x.device) * 2 // tiles, k // (4 * tile_k), 16))
     k_share = -(-k // (splits * tile_k)) * tile_k
@@ -129,36 +141,66 @@ def _matmul(
     matmul_kernel[(-(-n // columns), -(-m // rows), splits)](
         x, weight, scales, zeros, g_idx, bias, target, m, n, k, k_share,
         x.stride(0), target.stride(0) if splits > 1 else 0, target.stride(-2),
-        FORMAT=form, GROUP=group or k, HAS_G_IDX=g_idx is not None, ZERO_OFFSET=zero_offset,
-        HAS_BIAS=bias is not None, ROWS=rows, COLUMNS=columns, K=tile_k, num_warps=warps, num_stages=3,
+        FORMAT=form, GROUP=group or k, BLOCK_ROWS=block_rows, PER_WORD=per_word,
+        HAS_G_IDX=g_idx is not None, ZERO_OFFSET=zero_offset, HAS_BIAS=bias is not None,
+        ROWS=rows, COLUMNS=columns, K=tile_k, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out if splits == 1 else target.sum(0).to(x.dtype)
 
 
 def int8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, num_splits: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    block: tuple[int, int] | None = None,
+    num_splits: int | None = None,
 ) -> Tensor:
     """x @ (weight * scale).T + bias, [num_rows, out_features] in x's dtype.
 
     Args:
         x: [num_rows, in_features], last dimension contiguous.
-        weight: int8 [out_features, in_features], contiguous; scale: float32 [out_features].
+        weight: int8 [out_features, in_features], contiguous.
+        scale: float32 [out_features]; or, with `block`, one for each block of [rows, columns], see
+            `reference_quantised.dequantise_blocks`. Its columns are a multiple of 16.
         bias: [out_features].
         num_splits: shares that k is cut into; None: as many as the device can use.
     """
     assert weight.dtype == torch.int8
-    return _matmul(x, weight, scale, None, None, bias, weight.shape[0], INT8, 0, 0, num_splits)
+    return _scaled(x, weight, scale, bias, INT8, block, num_splits)
 
 
 def fp8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, num_splits: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    block: tuple[int, int] | None = None,
+    num_splits: int | None = None,
 ) -> Tensor:
     """x @ (weight * scale).T + bias with float8_e4m3fn weights; arguments as `int8_linear`.
 
     The two NaN codes of e4m3 are not told from numbers; checkpoints have none.
     """
     assert weight.dtype == torch.float8_e4m3fn
-    return _matmul(x, weight.view(torch.uint8), scale, None, None, bias, weight.shape[0], FP8, 0, 0, num_splits)
+    return _scaled(x, weight.view(torch.uint8), scale, bias, FP8, block, num_splits)
+
+
+def _scaled(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    form: int,
+    block: tuple[int, int] | None,
+    num_splits: int | None,
+) -> Tensor:
+    rows, columns = block or (0, 0)
+    if columns % 16:
+        raise ValueError(f"blocks of {columns} columns: a multiple of 16 is needed")
+    return _matmul(x, weight, scale, None, None, bias, weight.shape[0], form, columns, 0, num_splits, rows)
 
 
 def awq_linear(
@@ -190,19 +232,24 @@ def gptq_linear(
     *,
     g_idx: Tensor | None = None,
     zero_offset: int = 1,
+    bits: int = 4,
     num_splits: int | None = None,
 ) -> Tensor:
     """x @ dequantised weight + bias, [num_rows, out_features]. Layout: `reference_quantised.dequantise_gptq`.
 
     Args:
         x: [num_rows, in_features], last dimension contiguous.
-        qweight: int32 [in_features / 8, out_features]; qzeros: int32 [groups, out_features / 8];
+        qweight: int32 [in_features * bits / 32, out_features]; qzeros: int32 [groups, out_features * bits / 32];
         scales: [groups, out_features]. All contiguous; a group has a power of two of inputs, 16 at least.
         g_idx: int32 [in_features], the group of each input where they were ordered by activation; None: in order.
         zero_offset: added to stored zeros: 1 in the usual format, 0 in "gptq_v2".
+        bits: 4 or 8.
     """
     group = _group_size(x.shape[1], scales.shape[0])
-    return _matmul(x, qweight, scales, qzeros, g_idx, bias, scales.shape[1], GPTQ, group, zero_offset, num_splits)
+    return _matmul(
+        x, qweight, scales, qzeros, g_idx, bias, scales.shape[1], GPTQ, group, zero_offset, num_splits,
+        per_word=32 // bits,
+    )  # fmt: skip
 
 
 def _group_size(k: int, num_groups: int) -> int:

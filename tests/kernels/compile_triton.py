@@ -136,11 +136,15 @@ def other_cases(dtype: torch.dtype, full: bool) -> Iterator[str]:
         x, scale = torch.zeros(m, k, dtype=dtype), torch.ones(n)
         quantised.int8_linear(x, torch.zeros(n, k, dtype=torch.int8), scale)
         quantised.fp8_linear(x, torch.zeros(n, k, dtype=torch.float8_e4m3fn), scale)
+        blocks = torch.ones(n // 128, k // 128)
+        quantised.fp8_linear(x, torch.zeros(n, k, dtype=torch.float8_e4m3fn), blocks, block=(128, 128))
         scales = torch.ones(k // 128, n, dtype=dtype)
         zeros = torch.zeros(k // 128, n // 8, dtype=torch.int32)
         quantised.awq_linear(x, torch.zeros(k, n // 8, dtype=torch.int32), zeros, scales)
         qweight = torch.zeros(k // 8, n, dtype=torch.int32)
         quantised.gptq_linear(x, qweight, zeros, scales)
+        wide = torch.zeros(k // 4, n, dtype=torch.int32)
+        quantised.gptq_linear(x, wide, torch.zeros(k // 128, n // 4, dtype=torch.int32), scales, bits=8)
         quantised.gptq_linear(x, qweight, zeros, scales, g_idx=torch.zeros(k, dtype=torch.int32))
 
 

@@ -55,6 +55,25 @@ def test_channels(dtype: torch.dtype, m: int, num_splits: int | None, form: str)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("block", [(128, 128), (16, 32), (24, 48), (200, 16)])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_blocks(dtype: torch.dtype, block: tuple[int, int], form: str) -> None:
+    x, bias = draw(19, K, dtype=dtype, seed=1), draw(N, dtype=dtype, seed=2)
+    weight = draw(N, K, seed=3)
+    scale = draw(-(-N // block[0]), -(-K // block[1]), seed=4).abs() * 0.02 + 0.01
+    values = (weight * 40).round().clamp(-127, 127)
+    if form == "int8":
+        values = values.to(torch.int8)
+        y = quantised.int8_linear(spread(x), values, scale, bias, block=block, num_splits=2)
+    else:
+        values = values.to(torch.float8_e4m3fn)
+        y = quantised.fp8_linear(spread(x), values, scale, bias, block=block)
+    wide = packed.dequantise_blocks(values, scale, block)
+    assert wide[block[0] - 1 if block[0] <= N else -1, 0] == values.float()[min(block[0], N) - 1, 0] * scale[0, 0]
+    near(y / 11, expected(x, wide, bias) / 11, dtype)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize("num_groups", [1, 2, 4])
 @pytest.mark.parametrize(("m", "num_splits"), [(1, 2), (19, None)])
 def test_awq(dtype: torch.dtype, num_groups: int, m: int, num_splits: int | None) -> None:
@@ -94,6 +113,28 @@ def test_gptq(
         x, qweight, qzeros, scales, bias, g_idx=given, zero_offset=zero_offset, num_splits=num_splits
     )
     near(y / 5, expected(x, wide, bias) / 5, dtype)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_gptq_of_8_bits(dtype: torch.dtype, num_groups: int) -> None:
+    x = draw(19, K, dtype=dtype, seed=1)
+    values, zeros = ints(256, N, K), ints(256, num_groups, N, seed=1)
+    scales = (torch.rand(num_groups, N, generator=torch.Generator().manual_seed(2)) * 0.01 + 0.002).to(dtype).to(DEVICE)
+    g_idx = torch.arange(K) // (K // num_groups)
+    qweight, qzeros = pack_bytes(values).T.contiguous(), pack_bytes(zeros)
+    plain = (values - (zeros[g_idx].T + 1)) * scales.cpu().double()[g_idx].T
+    wide = packed.dequantise_gptq(qweight, qzeros, scales, bits=8)
+    torch.testing.assert_close(wide.cpu(), plain.float())
+    y = quantised.gptq_linear(spread(x), qweight, qzeros, scales, bits=8)
+    near(y / 8, expected(x, wide) / 8, dtype)
+
+
+def pack_bytes(values: Tensor) -> Tensor:
+    """Four values of the last dimension to a word, the first lowest."""
+    words = sum(values[..., i::4] << (8 * i) for i in range(4))
+    assert isinstance(words, Tensor)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).to(DEVICE)
 
 
 def test_quantise_int8_is_within_half_a_step() -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from biphase.cache.tensors import FP8
 from biphase.model import executors
 from biphase.model.executors import Executor, ExecutorOptions
 from biphase.model.gpu_forward import CudaGraphs, GpuForward
 from biphase.model.loader import LoadedModel, load_model
+from biphase.model.packed import PackedMatrix
 from biphase.model.source import resolve_model
+from biphase.ops.gpu import can_multiply
 from biphase.request import SamplingParams
+from tests.model.packed_checkpoints import save_packed
 from tests.stepping import Stepper, requests_of
 from tests.tiny_models import save_tiny
 
@@ -47,7 +52,7 @@ def gpu_recorder(monkeypatch: pytest.MonkeyPatch) -> Replays:
     def choose(model: LoadedModel, kv_cache: torch.Tensor, options: ExecutorOptions) -> Executor:
         forward = GpuForward(
             model.spec,
-            dict(model.dense_weights()),
+            model.weights_for(can_multiply),
             kv_cache,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,
@@ -105,6 +110,33 @@ def test_mixed_steps_sampling_and_prompt_logprobs(
     assert len(logprobs) == 4
 
 
+def test_keys_and_values_in_fp8(tmp_path: Path, gpu_recorder: Replays, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load("qwen3", tmp_path)
+    params = SamplingParams(max_tokens=3)
+    options: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "kv_dtype": FP8}
+    produced = Stepper(model, **options).generate(requests_of(PROMPTS, params))
+    monkeypatch.undo()
+    expected = Stepper(model, **options).generate(requests_of(PROMPTS, params))
+    assert produced == expected
+
+
+@pytest.mark.parametrize("kind", ["fp8 tensor", "fp8 blocks", "compressed int8", "awq", "gptq ordered", "gptq 8 bits"])
+def test_packed_checkpoints_are_multiplied_as_they_are(
+    kind: str, tmp_path: Path, gpu_recorder: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, plain = save_packed(kind, tmp_path, num_hidden_layers=1)
+    model = load_model(resolve_model(str(packed)), "float32", DEVICE, keep_packed=True)
+    kept = model.weights_for(can_multiply)
+    assert all(
+        isinstance(kept[f"layers.0.{name}"], PackedMatrix) for name in ("q", "k", "v", "o", "gate", "up", "down")
+    )
+    params = SamplingParams(max_tokens=2)
+    produced = Stepper(model, max_num_seqs=3, max_num_batched_tokens=8).generate(requests_of(PROMPTS[:2], params))
+    monkeypatch.undo()
+    dense = load_model(resolve_model(str(plain)), "float32", DEVICE)
+    assert produced == Stepper(dense).generate(requests_of(PROMPTS[:2], params))
+
+
 def test_recording_writes_no_slot(tmp_path: Path, gpu_recorder: Replays) -> None:
     stepper = Stepper(load("llama", tmp_path), max_num_seqs=2)
     assert bool(stepper.kv_cache.isnan().all())
@@ -112,12 +144,14 @@ def test_recording_writes_no_slot(tmp_path: Path, gpu_recorder: Replays) -> None
 
 def test_joined_weights_lie_in_memory_once(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
-    weights = model.dense_weights()
-    before = {name: weight.clone() for name, weight in weights.items()}
+    weights = model.weights_for(can_multiply)
+    before = {name: weight.clone() for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
     cache = torch.zeros(4, 2, 2, 2, 16, 16, device=DEVICE)
     GpuForward(model.spec, weights, cache, max_num_batched_tokens=8, max_num_seqs=2, max_model_len=32)
-    assert all(torch.equal(before[name], weight) for name, weight in weights.items())
-    storages = {weight.untyped_storage().data_ptr() for weight in weights.values()}
+    after = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
+    assert before.keys() == after.keys() == weights.keys()
+    assert all(torch.equal(before[name], weight) for name, weight in after.items())
+    storages = {weight.untyped_storage().data_ptr() for weight in after.values()}
     # Of 9 tensors in each layer q, k, v are one now, and gate and up.
     assert len(storages) == 3 + 2 * 6
 

@@ -13,6 +13,7 @@ from functools import cache
 from biphase.errors import ModelLoadError
 from biphase.model.config import Config
 from biphase.model.families.decoder import Family
+from biphase.model.packing import packing_of
 from biphase.model.source import ModelSource
 from biphase.model.spec import ModelSpec
 
@@ -44,11 +45,12 @@ def spec_of(source: ModelSource) -> ModelSpec:
     """What the model is, without reading its weights.
 
     Raises:
-        ModelLoadError: the config is missing, damaged, incomplete or of an unsupported architecture.
+        ModelLoadError: the config is missing, damaged, incomplete, or of an unsupported architecture or packing.
     """
     config = Config(source.config())
     try:
         spec = family_of(config).spec(config)
+        packing_of(config)  # Refused as early as an architecture.
         ends = Config(source.generation_config()).token_ids("eos_token_id")
     except ModelLoadError as error:
         raise ModelLoadError(f"{source.path}: {error.message}") from error

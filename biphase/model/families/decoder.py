@@ -29,7 +29,11 @@ _LAYER_NAMES = {
     "down": "mlp.down_proj.weight",
     "router": "mlp.gate.weight",
 }
-_EXPERT_NAMES = {"gate": "gate_proj.weight", "up": "up_proj.weight", "down": "down_proj.weight"}
+_EXPERT_NAMES = {
+    "gate": "mlp.experts.{expert}.gate_proj.weight",
+    "up": "mlp.experts.{expert}.up_proj.weight",
+    "down": "mlp.experts.{expert}.down_proj.weight",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Family:
     spec: Callable[[Config], ModelSpec]
     # Canonical layer weight -> the checkpoint's name after "model.layers.{i}.", where it differs from Llama's.
     layer_names: dict[str, str] = field(default_factory=dict)
+    # The same for an expert's matrices, all three or none; "{expert}" stands for its number.
+    expert_names: dict[str, str] = field(default_factory=lambda: _EXPERT_NAMES)
 
     def name_of(self, canonical: str) -> str:
         """The Hugging Face name of a canonical weight."""
@@ -48,7 +54,7 @@ class Family:
         _, layer, part = canonical.split(".", 2)
         if part.startswith("experts."):
             _, expert, matrix = part.split(".")
-            return f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERT_NAMES[matrix]}"
+            return f"model.layers.{layer}.{self.expert_names[matrix].format(expert=expert)}"
         return f"model.layers.{layer}.{self.layer_names.get(part) or _LAYER_NAMES[part]}"
 
 
