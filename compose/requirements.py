@@ -17,11 +17,12 @@ _SERVES_HTTP = {"fastapi", "uvicorn", "pydantic", "rich"}
 
 LEFT_OUT = {
     "gateway": _NOT_IN_IMAGES | _COMPUTES,
-    "kvstore": _NOT_IN_IMAGES | _COMPUTES | _SERVES_HTTP | {"tokenizers", "jinja2", "huggingface-hub"},
+    # numpy: blocks of another size are put together from pieces.
+    "kvstore": (_NOT_IN_IMAGES | _COMPUTES | _SERVES_HTTP | {"tokenizers", "jinja2", "huggingface-hub"}) - {"numpy"},
     "worker-cpu": _NOT_IN_IMAGES | _SERVES_HTTP,
     "worker-gpu": _NOT_IN_IMAGES | _SERVES_HTTP,
 }
-EXTRAS = {"worker-gpu": ("gpu", "nixl")}
+EXTRAS = {name: ("gpu", "nixl", "tracing") if name == "worker-gpu" else ("tracing",) for name in LEFT_OUT}
 
 
 def name_of(requirement: str) -> str:
