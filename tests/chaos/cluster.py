@@ -103,7 +103,7 @@ class ChaosCluster:
         for process in self.processes.values():
             process.start()
         for process in self.processes.values():
-            process.wait_ready()
+            process.wait_ready(180.0)
         self.wait_ready(30.0)
 
     def _add_worker(self, name: str, role: str) -> None:
