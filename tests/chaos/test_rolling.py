@@ -65,6 +65,10 @@ async def test_a_drained_worker_finishes_and_takes_nothing_new(cluster: ChaosClu
     assert answer.status == 200 and len(answer.token_ids) == 1200
     assert await drained == 0
     await asker.close()
+    # It leaves the registry first, and then closes what it has.
+    deadline = time.monotonic() + 15
+    while cluster.processes[busy].running and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
     assert cluster.processes[busy].exit_code == 0
     cluster.processes[busy].start()
     cluster.processes[busy].wait_ready()
