@@ -104,7 +104,7 @@ class ChaosCluster:
             process.start()
         for process in self.processes.values():
             process.wait_ready(180.0)
-        self.wait_ready(30.0)
+        self.wait_ready(90.0)
 
     def _add_worker(self, name: str, role: str) -> None:
         port, transfer_port = free_port(), free_port()
@@ -180,7 +180,7 @@ class ChaosCluster:
             if not process.running:
                 process.start()
             process.thaw()
-        self.wait_ready(60.0)
+        self.wait_ready(180.0)
         self.wait_idle(5.0 + max(LEASE_SECONDS, TRANSFER_SECONDS))
 
     def wait_decode_idle(self, seconds: float) -> None:
