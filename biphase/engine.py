@@ -67,6 +67,7 @@ class Engine:
         after_step: called in the engine's thread whenever events have gone out: before a step that reservations or
             announcements precede, and after each step. The place to hop to another thread once for all of them.
         clock: monotonic seconds.
+        stepped: called in the engine's thread after each step, with the number of its tokens.
         blocks_arrived: called in the engine's thread with the blocks that were read from another node, before anybody
             may use them.
     """
@@ -80,11 +81,13 @@ class Engine:
         after_step: Callable[[], None] = _nothing,
         clock: Callable[[], float] = time.monotonic,
         blocks_arrived: Callable[[Sequence[int]], None] = lambda block_ids: None,
+        stepped: Callable[[int], None] = lambda num_tokens: None,
     ) -> None:
         self.config = config
         self.manager = manager
         self._runner = runner
         self._after_step = after_step
+        self._stepped = stepped
         self._clock = clock
         self._scheduler = Scheduler(manager, config, self._emit, clock, blocks_arrived)
         self._meter = StepMeter()
@@ -225,6 +228,7 @@ class Engine:
             self._scheduler.update_from_output(output, result)
             num_decode_tokens = sum(1 for s in output.scheduled if s.num_scheduled_tokens == 1)
             self._meter.record(num_decode_tokens, output.num_tokens - num_decode_tokens, seconds)
+            self._stepped(output.num_tokens)
         self._flush()
         return True
 

@@ -146,6 +146,12 @@ COMMON_FLAGS = (
     Flag("cluster", str, "default", "keeps several biphase clusters apart in one Redis"),
     Flag("log-format", str, "text", "text or json", choices=("text", "json")),
     Flag("log-level", str, "info", "debug, info, warning or error", choices=("debug", "info", "warning", "error")),
+    Flag(
+        "otlp-endpoint",
+        str,
+        "",
+        "base URL of an OpenTelemetry collector (OTLP over HTTP) for traces; needs biphase[tracing]",
+    ),
     Flag("drain-timeout", positive_seconds, 30.0, "seconds running requests get to end after SIGTERM"),
     *TRUST_FLAGS,
 )
@@ -162,6 +168,7 @@ class CommonSettings(TrustSettings):
     cluster: str
     log_format: str
     log_level: str
+    otlp_endpoint: str
     drain_timeout: float
 
 

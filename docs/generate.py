@@ -1,4 +1,4 @@
-"""Generates docs/configuration.md from the flag tables in the code, or with --check says that it is out of date."""
+"""Generates docs/configuration.md and docs/metrics.md from the tables in the code, or with --check finds old ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from biphase.settings import API_FLAGS, ENGINE_FLAGS, MODEL_FLAGS, NODE_FLAGS, Flag, num_bytes
+from biphase.telemetry.settings import METRICS_FLAGS
+from biphase.telemetry.table import GATEWAY, TABLE, Metric
 from biphase.worker.settings import WORKER_FLAGS
 from services.gateway.settings import GATEWAY_FLAGS
 from services.kvstore.settings import KVSTORE_FLAGS
@@ -14,7 +16,7 @@ from services.launcher.plan import flag_text
 from services.launcher.settings import SERVE_FLAGS
 from services.launcher.status import STATUS_FLAGS
 
-TARGET = Path(__file__).parent / "configuration.md"
+FOLDER = Path(__file__).parent
 
 INTRODUCTION = """\
 # Configuration
@@ -35,6 +37,7 @@ GROUPS: Sequence[tuple[str, str, Sequence[Flag]]] = (
     ("Model", "Of `serve`, `gateway`, `prefill` and `decode`.", MODEL_FLAGS),
     ("Engine", "Of `serve`, `prefill` and `decode`.", ENGINE_FLAGS),
     ("API", "Of `serve` and `gateway`.", API_FLAGS),
+    ("Metrics", "Of `prefill`, `decode` and `kvstore`; the gateway has `/metrics` on its own port.", METRICS_FLAGS),
 )
 # Each with the flags that it shares with others, and that the groups above have described.
 SERVICES: Sequence[tuple[str, str, Sequence[Flag], Sequence[Flag]]] = (
@@ -42,8 +45,8 @@ SERVICES: Sequence[tuple[str, str, Sequence[Flag], Sequence[Flag]]] = (
      (*NODE_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS, *API_FLAGS)),
     ("gateway", "`biphase gateway`: common, model, API, and", GATEWAY_FLAGS, (*NODE_FLAGS, *MODEL_FLAGS, *API_FLAGS)),
     ("prefill and decode", "`biphase prefill` and `biphase decode`: common, model, engine, and", WORKER_FLAGS,
-     (*NODE_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS)),
-    ("kvstore", "`biphase kvstore`: common, and", KVSTORE_FLAGS, NODE_FLAGS),
+     (*NODE_FLAGS, *MODEL_FLAGS, *ENGINE_FLAGS, *METRICS_FLAGS)),
+    ("kvstore", "`biphase kvstore`: common, and", KVSTORE_FLAGS, (*NODE_FLAGS, *METRICS_FLAGS)),
     ("status", "`biphase status [--json | --watch]`:", STATUS_FLAGS, ()),
 )  # fmt: skip
 
@@ -82,16 +85,56 @@ def shown(flag: Flag) -> str:
     return flag_text(flag.default)
 
 
+METRICS_INTRODUCTION = """\
+# Metrics
+
+Generated from the code by `make docs`; do not edit.
+
+Every process has a `/metrics` in Prometheus's text format: the gateway on the port that clients use, workers and stores
+on `--metrics-port`, by default a free port of loopback. `GET /metrics/targets` of the gateway lists those for
+`http_sd_configs`; with API keys configured it asks for one.
+
+`vllm:*` has vLLM's names and meanings. The same name at the gateway and at a worker is the same thing seen from there:
+the gateway's series have `engine="0"`, a worker's its node id, so a sum over a cluster names one of the two. What the
+gateway tells of every node (`vllm:kv_cache_usage_perc`, `biphase:leased_blocks`) the nodes tell as well:
+take `max by (engine)` or `max by (node)` first. `node` and `role` say which process a `biphase:*` series is about.
+
+Counters are exposed with `_total`, histograms with `_bucket`, `_sum` and `_count`. Labels have few values: no request,
+client or prompt is ever one.
+"""
+
+
+def metrics_document() -> str:
+    ours = [metric for metric in TABLE if metric.name.startswith("biphase:")]
+    parts = [
+        METRICS_INTRODUCTION,
+        metrics_section("As in vLLM", [metric for metric in TABLE if metric.name.startswith("vllm:")]),
+        metrics_section("Requests and routing, at the gateway", [m for m in ours if m.services == (GATEWAY,)]),
+        metrics_section("Workers and stores", [m for m in ours if m.services != (GATEWAY,)]),
+    ]
+    return "\n".join(parts)
+
+
+def metrics_section(title: str, metrics: Sequence[Metric]) -> str:
+    lines = [f"## {title}\n", "| metric | type | unit | labels | of | meaning |", "|---|---|---|---|---|---|"]
+    for metric in metrics:
+        labels, services = ", ".join(metric.labels), ", ".join(metric.services)
+        lines.append(f"| `{metric.name}` | {metric.kind} | {metric.unit} | {labels} | {services} | {metric.help} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> int:
-    fresh = document()
-    if "--check" not in sys.argv:
-        TARGET.write_text(fresh)
-        return 0
-    if not TARGET.exists() or TARGET.read_text() != fresh:
-        print("docs/configuration.md is not what the flags say; run `make docs`", file=sys.stderr)
-        return 1
-    print("docs/configuration.md is what the flags say")
-    return 0
+    code = 0
+    for name, fresh in (("configuration.md", document()), ("metrics.md", metrics_document())):
+        target = FOLDER / name
+        if "--check" not in sys.argv:
+            target.write_text(fresh)
+        elif not target.exists() or target.read_text() != fresh:
+            print(f"docs/{name} is not what the code says; run `make docs`", file=sys.stderr)
+            code = 1
+        else:
+            print(f"docs/{name} is what the code says")
+    return code
 
 
 if __name__ == "__main__":

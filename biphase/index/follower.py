@@ -35,6 +35,8 @@ class FollowerStats:
     num_snapshots: int = 0
     num_unreadable: int = 0
     num_failures: int = 0
+    # Age of the last entry read, by Redis's clock when it was written and this machine's; 0 before the first.
+    last_lag_seconds: float = 0.0
 
 
 class IndexFollower:
@@ -203,6 +205,8 @@ class IndexFollower:
                 self._unreadable(error)
                 continue
             self._take(event)
+        if entries:
+            self.stats.last_lag_seconds = max(0.0, time.time() - id_order(self._last_id)[0] / 1000)
         # Others' turn: a reader that caught up after hours reads thousands of events.
         await asyncio.sleep(0)
         return bool(entries)

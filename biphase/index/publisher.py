@@ -118,6 +118,11 @@ class IndexPublisher:
         """Listens to a pool from now on. `held` must be that pool's `committed_hashes`."""
         pool.add_listener(stored=self.on_stored, removed=self.on_removed)
 
+    @property
+    def num_unpublished(self) -> int:
+        """Changes and events that Redis does not have yet."""
+        return len(self._heard) + len(self._pending) + len(self._unacknowledged)
+
     # ---- called under the pool's lock, by any thread
 
     def on_stored(self, blocks: Sequence[tuple[BlockHash, int]]) -> None:

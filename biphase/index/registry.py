@@ -76,7 +76,6 @@ class NodeRecord:
     incarnation: str
     pid: int
     address: str  # gRPC "host:port"
-    metrics_address: str = ""  # "host:port" of /metrics; empty: none of its own
     state: str = "ready"  # "starting", "ready", "draining"
     namespace: str = ""  # hex
     block_size: int = 0
@@ -87,6 +86,7 @@ class NodeRecord:
     version: str = ""
     load: NodeLoad = field(default_factory=NodeLoad)
     transfer: TransferAddress = field(default_factory=TransferAddress)
+    metrics_address: str = ""  # "host:port" of /metrics; empty: none of its own
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from biphase.errors import ConfigError
+from biphase.rpc.carrying import RequestCarrier
 from biphase.rpc.trust import OPEN, Trust
 
 _OPTIONS = (
@@ -88,7 +89,7 @@ class RpcServer:
         Raises:
             ConfigError: the port is taken or the address is not ours.
         """
-        server = grpc.aio.server(interceptors=trust.interceptors(), options=_OPTIONS)
+        server = grpc.aio.server(interceptors=(*trust.interceptors(), RequestCarrier()), options=_OPTIONS)
         health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         for register in registrations:

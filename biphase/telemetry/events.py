@@ -1,7 +1,8 @@
 """One log line per event: a name and fields, as text for people or as JSON for machines.
 
 `configure()` is called once per process; everywhere else `log = event_logger(__name__)` and
-`log.info("prefill_done", request_id=..., num_tokens=...)`. Secrets never go in: callers pass fields by name.
+`log.info("prefill_done", num_tokens=...)`. What concerns a request has its `request_id`: the one
+that the call names, or the one that the task works for (context.py). Secrets never go in: callers pass fields by name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import logging
 import sys
 import time
 from typing import Any
+
+from biphase.telemetry import context
 
 
 class EventLogger:
@@ -33,11 +36,17 @@ class EventLogger:
 
     def exception(self, event: str, **fields: Any) -> None:
         """As `error`, with the traceback of the exception being handled."""
-        self._logger.error(event, extra={"event_fields": fields}, exc_info=True)
+        self._logger.error(event, extra={"event_fields": _of_request(fields)}, exc_info=True)
 
     def _emit(self, level: int, event: str, fields: dict[str, Any]) -> None:
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, event, extra={"event_fields": fields})
+            self._logger.log(level, event, extra={"event_fields": _of_request(fields)})
+
+
+def _of_request(fields: dict[str, Any]) -> dict[str, Any]:
+    """With the id of the request that the task works for, unless the caller named one."""
+    request_id = context.request_id.get()
+    return {"request_id": request_id, **fields} if request_id and "request_id" not in fields else fields
 
 
 def event_logger(name: str) -> EventLogger:

@@ -1,18 +1,99 @@
-"""Every metric name of every process, in one place. `vllm:*` where dashboards and autoscalers know the name already.
+"""What a service counts, made of its part of the table. Nothing else in the project names a metric.
 
-Each room gets a class that holds its metrics in one CollectorRegistry; nothing else in the project names a metric.
-Latencies are in seconds, sizes in tokens unless the name says otherwise.
+Two kinds: what is counted as it happens, and what is read off when somebody asks, which costs nothing until then.
+Latencies are in seconds.
 """
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-_ITL = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
-_REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 480.0)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-_SHORT = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from biphase.telemetry.table import BY_NAME, GATEWAY, Metric, metrics_of
+
+# A series more for each counter and histogram, that nobody asks for.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+# (name, value, labels beside those that every metric of the process has)
+Reading = tuple[str, float, dict[str, str]]
+
+
+class MetricSet:
+    """The metrics of one service in one registry.
+
+    Args:
+        constants: label values that are the same for the whole process.
+        read: gives the present values of metrics that are read off on demand; from any thread, quickly.
+        read_names: which ones those are; all others of the service are counted as it happens.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        service: str,
+        constants: dict[str, str],
+        read: Callable[[], Iterable[Reading]] = tuple,
+        read_names: frozenset[str] = frozenset(),
+    ) -> None:
+        self.registry = registry
+        self._constants = constants
+        self._counted: dict[str, Any] = {}
+        mine = {metric.name: metric for metric in metrics_of(service)}
+        assert read_names <= mine.keys(), read_names - mine.keys()
+        for name, metric in mine.items():
+            if name not in read_names:
+                self._counted[name] = _make(metric, registry)
+        if read_names:
+            registry.register(_Readings([mine[name] for name in mine if name in read_names], constants, read))
+
+    def get(self, name: str, **labels: str) -> Any:
+        """The counter, gauge or histogram under these labels. Keep it where it is used often."""
+        metric = BY_NAME[name]
+        if not metric.labels:
+            return self._counted[name]
+        values = self._constants | labels
+        return self._counted[name].labels(*(values[label] for label in metric.labels))
+
+    def clear(self, name: str) -> None:
+        """Forgets all values of a metric with labels."""
+        self._counted[name].clear()
+
+
+def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    if metric.kind == "histogram":
+        return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=registry)
+    kind = Counter if metric.kind == "counter" else Gauge
+    return kind(metric.name, metric.help, metric.labels, registry=registry)
+
+
+class _Readings(Collector):
+    def __init__(self, metrics: list[Metric], constants: dict[str, str], read: Callable[[], Iterable[Reading]]) -> None:
+        self._metrics = metrics
+        self._constants = constants
+        self._read = read
+
+    def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        # Without it the registry would ask for values now.
+        return iter(self._families().values())
+
+    def _families(self) -> dict[str, CounterMetricFamily | GaugeMetricFamily]:
+        return {
+            metric.name: (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+                metric.name, metric.help, labels=metric.labels
+            )
+            for metric in self._metrics
+        }
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        families = self._families()
+        for name, value, labels in self._read():
+            values = self._constants | labels
+            families[name].add_metric([values[label] for label in BY_NAME[name].labels], value)
+        return iter(families.values())
 
 
 class GatewayMetrics:
@@ -24,159 +105,88 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self.registry = registry
-        self._label = {"model_name": model_name, "engine": "0"}
-        self.num_requests_running = self._gauge("vllm:num_requests_running", "Sequences given to decode workers.")
-        self.num_requests_waiting = self._gauge("vllm:num_requests_waiting", "Sequences waiting in the gateway.")
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished and running requests.")
-        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self.time_to_first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT
-        )
-        self.inter_token_latency = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two messages with tokens of one sequence.", _ITL
-        )
-        self.e2e_request_latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST
-        )
-        self.request_queue_time = self._histogram(
-            "vllm:request_queue_time_seconds", "Waiting, in the gateway and at workers.", _REQUEST
-        )
-        self.request_prefill_time = self._histogram(
-            "vllm:request_prefill_time_seconds", "From the first prefill chunk to the first token.", _REQUEST
-        )
-        self.request_decode_time = self._histogram(
-            "vllm:request_decode_time_seconds", "From the first token to the last.", _REQUEST
-        )
-        self.request_inference_time = self._histogram(
-            "vllm:request_inference_time_seconds", "Prefill and decode together.", _REQUEST
-        )
-        self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Prompt length.", _TOKENS)
-        self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", "Output length.", _TOKENS)
-        self.prefix_cache_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in caches.")
-        self.prefix_cache_hits = self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens found in the cache of the node that prefilled, or of decode."
-        )
-        self.external_prefix_cache_queries = self._counter(
-            "vllm:external_prefix_cache_queries", "Prompt tokens that no own cache held."
-        )
-        self.external_prefix_cache_hits = self._counter(
-            "vllm:external_prefix_cache_hits", "Prompt tokens read from a third node or the block store."
-        )
-        self.num_preemptions = self._counter("vllm:num_preemptions", "Preemptions of finished requests.")
-        self._success = Counter(
-            "vllm:request_success",
-            "Finished sequences by reason.",
-            ["model_name", "engine", "finished_reason"],
-            registry=registry,
-        )
-        self._nodes_gauges()
-        self._biphase()
-
-    def _nodes_gauges(self) -> None:
-        per_node = ["model_name", "engine"]
-        self._kv_cache_usage = Gauge(
-            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1, by node.", per_node, registry=self.registry
-        )
-        self._cache_config = Gauge(
-            "vllm:cache_config_info",
-            "KV cache of a node.",
-            [*per_node, "block_size", "num_gpu_blocks"],
-            registry=self.registry,
-        )
-        self._nodes = Gauge(
-            "biphase:nodes", "Nodes known, by role and state.", ["role", "state"], registry=self.registry
-        )
-        self._leased = Gauge("biphase:leased_blocks", "Blocks under a lease.", ["node"], registry=self.registry)
-        self._draining = Gauge(
-            "biphase:draining_blocks", "Blocks freed that an unfinished read holds.", ["node"], registry=self.registry
-        )
-
-    def _biphase(self) -> None:
-        self._requests = Counter(
-            "biphase:requests",
-            "Finished sequences by who prefilled, why, and what moved the blocks.",
-            ["mode", "reason", "transport"],
-            registry=self.registry,
-        )
-        self._prompt_tokens_by_source = Counter(
-            "biphase:prompt_tokens_by_source",
-            "Prompt tokens by where their KV came from: decode_cache, prefill_cache, external, computed.",
-            ["source"],
-            registry=self.registry,
-        )
-        self.transferred_tokens = Counter(
-            "biphase:transferred_tokens", "Prompt tokens whose KV went from prefill to decode.", registry=self.registry
-        )
-        self.transferred_bytes = Counter(
-            "biphase:transferred_bytes", "KV bytes that went from prefill to decode.", registry=self.registry
-        )
-        self.exposed_transfer = Histogram(
-            "biphase:exposed_transfer_seconds",
-            "What a request waited for its last blocks after prefill was done.",
-            buckets=_SHORT,
-            registry=self.registry,
-        )
-        self._decisions = Counter(
-            "biphase:routing_decisions",
-            "Placements by policy and reason.",
-            ["policy", "reason"],
-            registry=self.registry,
-        )
-        self._moves = Counter(
-            "biphase:migrations",
-            "Sequences sent on to another decode worker, by what went wrong at the first.",
-            ["code"],
-            registry=self.registry,
-        )
-        self._errors = Counter(
-            "biphase:request_errors", "Requests that ended in an error, by its code.", ["code"], registry=self.registry
-        )
-        self._rate_limit_skipped = Counter(
-            "biphase:rate_limit_skipped", "Requests let through since Redis could not be asked.", registry=self.registry
-        )
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, list(self._label), registry=self.registry).labels(**self._label)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, list(self._label), registry=self.registry).labels(**self._label)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, list(self._label), buckets=buckets, registry=self.registry).labels(**self._label)
+        self._set = MetricSet(registry, GATEWAY, {"model_name": model_name, "engine": "0"})
+        get = self._set.get
+        self.num_requests_running = get("vllm:num_requests_running")
+        self.num_requests_waiting = get("vllm:num_requests_waiting")
+        self.prompt_tokens = get("vllm:prompt_tokens")
+        self.generation_tokens = get("vllm:generation_tokens")
+        self.time_to_first_token = get("vllm:time_to_first_token_seconds")
+        self.inter_token_latency = get("vllm:inter_token_latency_seconds")
+        self.time_per_output_token = get("vllm:request_time_per_output_token_seconds")
+        self.e2e_request_latency = get("vllm:e2e_request_latency_seconds")
+        self.request_queue_time = get("vllm:request_queue_time_seconds")
+        self.request_prefill_time = get("vllm:request_prefill_time_seconds")
+        self.request_decode_time = get("vllm:request_decode_time_seconds")
+        self.request_inference_time = get("vllm:request_inference_time_seconds")
+        self.request_prompt_tokens = get("vllm:request_prompt_tokens")
+        self.request_generation_tokens = get("vllm:request_generation_tokens")
+        self.request_params_n = get("vllm:request_params_n")
+        self.request_params_max_tokens = get("vllm:request_params_max_tokens")
+        self.prefix_cache_queries = get("vllm:prefix_cache_queries")
+        self.prefix_cache_hits = get("vllm:prefix_cache_hits")
+        self.external_prefix_cache_queries = get("vllm:external_prefix_cache_queries")
+        self.external_prefix_cache_hits = get("vllm:external_prefix_cache_hits")
+        self.num_preemptions = get("vllm:num_preemptions")
+        self.transferred_tokens = get("biphase:transferred_tokens")
+        self.transferred_bytes = get("biphase:transferred_bytes")
+        self.exposed_transfer = get("biphase:exposed_transfer_seconds")
+        self.prefill_retries = get("biphase:prefill_retries")
+        self.waiting_prefill_tokens = get("biphase:waiting_prefill_tokens")
 
     def rate_limit_skipped(self) -> None:
-        self._rate_limit_skipped.inc()
+        self._set.get("biphase:rate_limit_skipped").inc()
+
+    def asked(self, n: int, max_tokens: int) -> None:
+        """A valid request for text."""
+        self.request_params_n.observe(n)
+        self.request_params_max_tokens.observe(max_tokens)
+
+    def answered(self, endpoint: str, status: int) -> None:
+        """An HTTP answer began. The endpoint has to be one of a few names."""
+        self._set.get("biphase:http_requests", endpoint=endpoint, status=str(status)).inc()
 
     def finished(self, reason: str) -> None:
-        self._success.labels(**self._label, finished_reason=reason).inc()
+        self._set.get("vllm:request_success", finished_reason=reason).inc()
 
     def took_path(self, mode: str, reason: str, transport: str) -> None:
-        self._requests.labels(mode or "unknown", reason or "unknown", transport or "none").inc()
+        self._set.get(
+            "biphase:requests", mode=mode or "unknown", reason=reason or "unknown", transport=transport or "none"
+        ).inc()
 
     def prompt_tokens_from(self, source: str, count: int) -> None:
         if count:
-            self._prompt_tokens_by_source.labels(source).inc(count)
+            self._set.get("biphase:prompt_tokens_by_source", source=source).inc(count)
 
     def routed(self, policy: str, reason: str) -> None:
-        self._decisions.labels(policy, reason).inc()
+        self._set.get("biphase:routing_decisions", policy=policy, reason=reason).inc()
 
     def moved(self, code: str) -> None:
-        self._moves.labels(code).inc()
+        self._set.get("biphase:migrations", code=code).inc()
 
     def failed(self, code: str) -> None:
-        self._errors.labels(code).inc()
+        self._set.get("biphase:request_errors", code=code).inc()
 
     def begin_nodes(self) -> None:
         """Forgets the nodes of the last scrape; `node` and `nodes_in_state` follow."""
-        for gauge in (self._kv_cache_usage, self._cache_config, self._nodes, self._leased, self._draining):
-            gauge.clear()
+        for name in (
+            "vllm:kv_cache_usage_perc",
+            "vllm:cache_config_info",
+            "biphase:nodes",
+            "biphase:leased_blocks",
+            "biphase:draining_blocks",
+        ):
+            self._set.clear(name)
 
-    def node(self, node_id: str, *, num_blocks: int, used: int, leased: int, draining: int, block_size: int) -> None:
-        name = self._label["model_name"]
-        self._kv_cache_usage.labels(name, node_id).set(used / num_blocks if num_blocks else 0.0)
-        self._cache_config.labels(name, node_id, str(block_size), str(num_blocks)).set(1)
-        self._leased.labels(node_id).set(leased)
-        self._draining.labels(node_id).set(draining)
+    def node(
+        self, node_id: str, role: str, *, num_blocks: int, used: int, leased: int, draining: int, block_size: int
+    ) -> None:
+        get = self._set.get
+        get("vllm:kv_cache_usage_perc", engine=node_id).set(used / num_blocks if num_blocks else 0.0)
+        config = {"engine": node_id, "block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
+        get("vllm:cache_config_info", **config).set(1)
+        get("biphase:leased_blocks", node=node_id, role=role).set(leased)
+        get("biphase:draining_blocks", node=node_id, role=role).set(draining)
 
     def nodes_in_state(self, role: str, state: str, count: int) -> None:
-        self._nodes.labels(role, state).set(count)
+        self._set.get("biphase:nodes", role=role, state=state).set(count)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from biphase.cache.memory import BlockMemory
@@ -66,6 +66,8 @@ class BlockReader:
         # Dropped, and on their way out.
         self._ending: set[Peer] = set()
         self._closed = False
+        # Told of each read that has ended, in the thread that ended it.
+        self.observe: Callable[[ReadResult], None] = lambda result: None
 
     def read(
         self,
@@ -102,9 +104,14 @@ class BlockReader:
                 job.future.set_result(failed(TransferFailedError("the reader is closed")))
                 return job.future
             if peer.submit(job):
+                job.future.add_done_callback(self._ended)
                 return job.future
             # Its thread was just ending for lack of work: the next round makes a new one.
             self._forget(peer)
+
+    def _ended(self, future: Future[ReadResult]) -> None:
+        if not future.cancelled():
+            self.observe(future.result())
 
     def drop(self, endpoint: Endpoint) -> None:
         """Gives up a holder that is known not to answer any more: reads from it fail now, not at their deadlines.

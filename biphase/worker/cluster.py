@@ -6,7 +6,7 @@ Everything here is advisory: without Redis, or while it is away, a worker serves
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from biphase.cache.block_pool import BlockPool
@@ -17,6 +17,7 @@ from biphase.index.registry import NodeRecord, Registry, RegistryWatch, keep_ali
 from biphase.index.view import IndexView
 from biphase.request import BlockHash, NodeId
 from biphase.telemetry.events import event_logger
+from biphase.telemetry.metrics import Reading
 from biphase.worker.identity import WorkerIdentity
 
 log = event_logger(__name__)
@@ -80,6 +81,17 @@ class ClusterMembership:
     def is_stored(self, block_hash: BlockHash) -> bool:
         """Whether some block store holds this block, as far as the index knows."""
         return any(node_id in self._store_ids for node_id in self.view.holders_of(block_hash))
+
+    def readings(self) -> Iterator[Reading]:
+        """Numbers about the index, for /metrics; none without Redis."""
+        if self._publisher is None:
+            return
+        published, followed = self._publisher.stats, self._follower.stats
+        yield "biphase:index_published", published.num_events, {}
+        yield "biphase:index_publish_failures", published.num_failures, {}
+        yield "biphase:index_unpublished", self._publisher.num_unpublished, {}
+        yield "biphase:index_applied", followed.num_events, {}
+        yield "biphase:index_lag_seconds", followed.last_lag_seconds, {}
 
     def start(self, on_nodes: Callable[[list[NodeRecord]], None]) -> None:
         """

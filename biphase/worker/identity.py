@@ -26,6 +26,7 @@ class WorkerIdentity:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    metrics_address: str = ""
 
     def info(self) -> node_pb2.NodeInfo:
         return node_pb2.NodeInfo(
@@ -59,6 +60,7 @@ class WorkerIdentity:
             vocab_size=self.model.vocab_size,
             version=__version__,
             load=load,
+            metrics_address=self.metrics_address,
             transfer=TransferAddress(
                 tcp_address=self.endpoint.tcp_address,
                 transports=tuple(self.endpoint.transports),

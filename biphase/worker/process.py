@@ -17,7 +17,7 @@ from biphase.errors import BiphaseError, ConfigError, ModelLoadError
 from biphase.rpc.server import Registration
 from biphase.rpc.trust import require_fence, trust_of
 from biphase.settings import parse_flags
-from biphase.telemetry import events
+from biphase.telemetry import events, tracing
 from biphase.worker.core import WorkerCore, build_core
 from biphase.worker.settings import WORKER_FLAGS, WorkerSettings
 from biphase.worker.worker import Worker
@@ -37,6 +37,7 @@ def run_worker(role: str, servicer: RoleServicer, argv: Sequence[str] | None = N
     try:
         settings = parse_flags(f"biphase {role}", description, WORKER_FLAGS, WorkerSettings, argv)
         events.configure(settings.node_id or role, log_format=settings.log_format, level=settings.log_level)
+        tracing.configure(role, settings.node_id or role, settings.otlp_endpoint)
         require_fence(trust_of(settings), settings.host, settings.insecure)
         core = build_core(settings, role)
         asyncio.run(_serve(role, settings, core, servicer))

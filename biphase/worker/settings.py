@@ -16,11 +16,13 @@ from biphase.settings import (
     non_negative,
     positive_seconds,
 )
+from biphase.telemetry.settings import METRICS_FLAGS, MetricsSettings
 
 WORKER_FLAGS = (
     *NODE_FLAGS,
     *MODEL_FLAGS,
     *ENGINE_FLAGS,
+    *METRICS_FLAGS,
     Flag("scheduling-policy", str, "", "default: fcfs for decode, shortest_first for prefill",
          choices=("fcfs", "priority", "shortest_first")),
     Flag("max-mixed-prefill-tokens", non_negative, 128,
@@ -50,7 +52,7 @@ WORKER_FLAGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(NodeSettings, ModelSettings, EngineSettings):
+class WorkerSettings(NodeSettings, ModelSettings, EngineSettings, MetricsSettings):
     """One field per flag in WORKER_FLAGS; see there for meaning and units."""
 
     scheduling_policy: str

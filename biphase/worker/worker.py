@@ -24,14 +24,17 @@ from biphase.rpc.server import Registration, RpcServer, reachable_host
 from biphase.rpc.trust import trust_of
 from biphase.rpc.v1 import blocks_pb2_grpc, node_pb2, node_pb2_grpc
 from biphase.telemetry.events import event_logger
+from biphase.telemetry.exposition import MetricsServer
+from biphase.telemetry.holder_metrics import WorkerMetrics
 from biphase.transfer.holder import BlockHolderServicer
 from biphase.transfer.leases import LeaseTable
-from biphase.transfer.reader import BlockReader
+from biphase.transfer.reader import BlockReader, ReadResult
 from biphase.transfer.server import BlockServer
 from biphase.worker.bridge import EngineBridge
 from biphase.worker.cluster import ClusterMembership
 from biphase.worker.core import WorkerCore
 from biphase.worker.identity import WorkerIdentity
+from biphase.worker.metrics import readings
 from biphase.worker.numbers import block_counters, node_load, node_status
 from biphase.worker.offers import BlockOffers
 from biphase.worker.prefixes import PrefixFetcher
@@ -65,7 +68,9 @@ class Worker:
         self.channels = ChannelPool(self._trust)
         self.leases = LeaseTable(core.pool, settings.lease_seconds)
         self.bridge = EngineBridge(asyncio.get_running_loop())
-        self.engine = Engine(core.runner, core.manager, core.scheduler_config, blocks_arrived=core.blocks_arrived)
+        self.metrics = WorkerMetrics(role, self.node_id, _model_label(core), lambda: readings(self))
+        self.engine = Engine(core.runner, core.manager, core.scheduler_config, blocks_arrived=core.blocks_arrived,
+                             stepped=self.metrics.stepped)  # fmt: skip
         self._transports = (settings.require_transport,) if settings.require_transport else settings.transports
         self.reader = BlockReader(
             core.memory,
@@ -77,6 +82,8 @@ class Worker:
             by_speed=settings.transport_choice == "speed",
             trust=self._trust,
         )
+        self.reader.observe = self._read_ended
+        self._metrics_server: MetricsServer | None = None
         # What made this worker stop by itself; None while it is well.
         self.failure: BiphaseError | None = None
         self._state = "starting"
@@ -126,6 +133,12 @@ class Worker:
             ],
             trust=self._trust,
         )
+        metrics_address = ""
+        if self.settings.metrics_port is not None:
+            self._metrics_server = MetricsServer(
+                self.metrics.registry, self.settings.metrics_host, self.settings.metrics_port
+            )
+            metrics_address = self._metrics_server.address
         self.identity = WorkerIdentity(
             node_id=self.node_id,
             role=self.role,
@@ -137,6 +150,7 @@ class Worker:
             num_blocks=core.pool.num_blocks,
             max_num_seqs=core.scheduler_config.max_num_seqs,
             max_num_batched_tokens=core.scheduler_config.max_num_batched_tokens,
+            metrics_address=metrics_address,
         )
         self.cluster = ClusterMembership(
             self.settings.redis_url, self.settings.cluster, self.identity, core.pool, self._record
@@ -226,10 +240,8 @@ class Worker:
             block_counters(self.offers, self.prefixes.counts),
         )
 
-    def _reset_cache(self) -> bool:
-        self.core.pool.drop_cached()
-        return not self.core.pool.num_used
-
+    def _read_ended(self, result: ReadResult) -> None:
+        self.metrics.read_ended(result, "" if result.error is None else result.error.code.value)
 
     def _record(self) -> NodeRecord:
         return self.identity.record(self._state, node_load(self.engine.stats()))
@@ -261,6 +273,10 @@ class Worker:
             self._drain_seconds = drain_seconds
         self._stop.set()
 
+    def _reset_cache(self) -> bool:
+        self.core.pool.drop_cached()
+        return not self.core.pool.num_used
+
     async def run_until_stopped(self) -> None:
         """Returns when the worker was told to stop, running requests have ended and everything is closed."""
         await self._stop.wait()
@@ -285,7 +301,14 @@ class Worker:
         log.info("stopped")
 
     def _close(self) -> None:
+        if self._metrics_server is not None:
+            self._metrics_server.close()
         self.engine.shutdown()
         self.core.grammars.close()
         self.reader.close()
         self.server.close()
+
+
+def _model_label(core: WorkerCore) -> str:
+    """What clients call the model, as the gateway's metrics do."""
+    return core.model.served_names[0] if core.model.served_names else core.model.model

@@ -18,10 +18,13 @@ from biphase.rpc.errors import stream_method
 from biphase.rpc.messages import logprobs_to_proto
 from biphase.rpc.spans import engine_spans
 from biphase.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from biphase.telemetry import tracing
 from biphase.telemetry.events import event_logger
+from biphase.telemetry.tracing import Span
 from biphase.worker.bridge import EventQueue
 from biphase.worker.parsing import parse_request
 from biphase.worker.pins import IoPins
+from biphase.worker.tracing import tell_phases
 from biphase.worker.worker import Worker
 from services.decode.handoff import Handoff
 from services.decode.mode import choose_prefill_mode
@@ -46,15 +49,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 f"the request was routed for {message.namespace.hex()[:12]}"
             )
         request = parse_request(message, worker.own_id(message.request_id), worker.core.model.vocab_size)
-        with worker.accept(request):
+        with tracing.serving("generate", {"biphase.node": worker.node_id}) as span, worker.accept(request):
             await worker.prepare(request)
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.monotonic() + remaining
-            async for answer in self._run(request, message, deadline):
+            async for answer in self._run(request, message, deadline, span):
                 yield answer
 
     async def _run(
-        self, request: Request, message: decode_pb2.GenerateRequest, deadline: float | None
+        self, request: Request, message: decode_pb2.GenerateRequest, deadline: float | None, span: Span
     ) -> AsyncIterator[decode_pb2.GenerateResponse]:
         worker = self._worker
         candidates = list(message.prefill_candidates)
@@ -83,6 +86,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         try:
             worker.engine.add_request(request, sink)
             first = True
+            previous = request.arrival_time
             while True:
                 event = await queue.get()
                 if isinstance(event, Reserved):
@@ -91,6 +95,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     elif plan is not None:
                         loading = asyncio.create_task(worker.prefixes.load(request, plan, event))
                 elif isinstance(event, Tokens):
+                    if event.token_ids:
+                        now = time.monotonic()
+                        (worker.metrics.first_token if first else worker.metrics.next_tokens)(now - previous)
+                        previous = now
                     answer = decode_pb2.GenerateResponse(
                         token_ids=event.token_ids,
                         logprobs=[logprobs_to_proto(entry) for entry in event.logprobs],
@@ -116,6 +124,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         # Only the end of this call aborts its request; whatever else did, the answer is not complete.
                         raise UnavailableError(f"{worker.node_id} gave up {request.request_id}")
                     self._complete(report, request, handoff)
+                    # Before the last message: its reader may be gone by the next line.
+                    self._count(request, report)
                     finish = decode_pb2.Finish(reason=event.reason.value)
                     if event.stop_token_id is not None:
                         finish.stop_token_id = event.stop_token_id
@@ -127,6 +137,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     )
                     return
         finally:
+            tell_phases(
+                span, request, worker.node_id, fetches=handoff is None, more=() if handoff is None else handoff.spans
+            )
             # Nothing is awaited here: a call that is cancelled while it ends would skip what follows.
             worker.engine.abort(request.request_id)
             pins.release_after(loading)
@@ -145,6 +158,22 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             report.num_computed_tokens = num_tokens - request.num_cached_tokens - request.num_external_tokens
         else:
             handoff.fill(report, num_tokens)
+
+    def _count(self, request: Request, report: common_pb2.RequestReport) -> None:
+        metrics = self._worker.metrics
+        metrics.took_path(report.prefill_mode, report.reason)
+        metrics.handed_off(
+            report.transport, report.transfer_bytes, report.exposed_transfer_seconds, report.num_prefill_failures
+        )
+        first_token = request.first_token_time or time.monotonic()
+        metrics.generated(
+            request.num_prompt_tokens,
+            request.num_output_tokens,
+            queue_seconds=report.queue_seconds,
+            prefill_seconds=report.prefill_seconds,
+            ttft_seconds=first_token - request.arrival_time,
+            seconds=time.monotonic() - request.arrival_time,
+        )
 
     def _log_finished(self, request: Request, report: common_pb2.RequestReport, event: Finished) -> None:
         log.info(

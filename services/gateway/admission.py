@@ -19,6 +19,11 @@ class AdmissionQueue:
     def num_waiting(self) -> int:
         return self._line.num_waiting
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Uncached prompt tokens of those that wait."""
+        return self._line.num_waiting_tokens
+
     def wake(self) -> None:
         """A node changed: looks whether somebody can go on."""
         self._line.wake()

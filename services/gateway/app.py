@@ -48,7 +48,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_middleware(OpenRequests, recorder=gateway.recorder)
     app.add_middleware(RateLimiting, limits=gateway.rate_limits)
     app.add_middleware(Authentication, keys=gateway.keys)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, metrics=gateway.metrics)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(settings.allowed_origins),

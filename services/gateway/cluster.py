@@ -69,6 +69,10 @@ class Cluster:
         """Whether the registry has said once who is there."""
         return self._has_answered
 
+    @property
+    def nodes(self) -> Sequence[NodeRecord]:
+        return self._watch.nodes
+
     def num_leading_blocks(self, hashes: Sequence[BlockHash]) -> Mapping[str, int]:
         found: dict[str, int] = {}
         for view in self._views.values():

@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -175,6 +175,11 @@ class Gateway:
             served_names=self.model.names,
             version=__version__,
         )
+
+    @property
+    def registered_nodes(self) -> Sequence[NodeRecord]:
+        """Everybody in the registry, as last heard."""
+        return () if self._cluster is None else self._cluster.nodes
 
     async def limits(self) -> Limits:
         """What the workers can do. A gateway that has just started waits until it has found them.

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from biphase.errors import BiphaseError
 from biphase.request import FinishReason
 from biphase.rpc.v1 import common_pb2, decode_pb2
+from biphase.telemetry import context
 from biphase.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.dispatch import Dispatcher, SequenceStream
 from services.gateway.domain import Generation, SequenceSpec
@@ -22,6 +23,7 @@ from services.gateway.message.parts import gather
 from services.gateway.message.reader import MessageReader
 from services.gateway.recorder import Recorder, SequenceRecord
 from services.gateway.sequence_text import Delta, SequenceText
+from services.gateway.spans import sequence_span, tell_phases
 
 # Sequences of one request that may run or wait for a worker at once; the rest wait for these.
 _MAX_AT_ONCE = 64
@@ -124,6 +126,8 @@ class GenerationRun:
                 holder.set_result("")
 
     async def _run(self, spec: SequenceSpec, choice: Choice, preferred: str = "") -> AsyncIterator[Delta]:
+        context.request_id.set(spec.request_id)
+        span = sequence_span(self.generation, spec)
         stream = self._dispatcher.open(spec, deadline=self._deadline, preferred=preferred)
         text = SequenceText(self._tokenizer, spec, self.generation.text)
         reader = None if self.generation.message is None else self.generation.message.reader()
@@ -184,6 +188,9 @@ class GenerationRun:
             stream.close()
             record.admitted, record.num_moves = stream.admitted_time, stream.num_moves
             self._recorder.finished(record, outcome, code)
+            if span.is_recording:
+                tell_phases(span, record, outcome, code)
+            span.end()
 
     def _read(self, reader: MessageReader, delta: Delta) -> None:
         """Takes the text apart into what a chat's message has."""

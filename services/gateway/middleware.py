@@ -11,6 +11,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from biphase.errors import UnauthorizedError
+from biphase.rpc.carrying import clean_traceparent
+from biphase.telemetry import context, tracing
+from biphase.telemetry.metrics import GatewayMetrics
 from services.gateway.auth import ApiKeys
 from services.gateway.http_errors import response_of
 from services.gateway.parsing.identity import clean_client_id
@@ -29,8 +32,9 @@ class RequestIds:
     `scope["state"]["client_id"]` has the client's own, or "".
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,13 +43,27 @@ class RequestIds:
         given = clean_client_id(Headers(scope=scope).get(REQUEST_ID_HEADER))
         scope.setdefault("state", {})["client_id"] = given
         shown = given or secrets.token_hex(12)
+        context.request_id.set(shown)
+        span = tracing.NO_SPAN
+        if scope["path"] in _TEXT_PATHS:
+            context.traceparent.set(clean_traceparent(Headers(scope=scope).get("traceparent", "")))
+            method, path = scope["method"], scope["path"]
+            span = tracing.span(
+                f"{method} {path}", is_server=True, attributes={"http.request.method": method, "http.route": path}
+            )
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = shown
+                if scope["path"] in _TEXT_PATHS:
+                    self._metrics.answered(scope["path"], message["status"])
+                    span.set({"http.response.status_code": message["status"]})
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            span.end()
 
 
 class Authentication:
@@ -126,4 +144,4 @@ class OpenRequests:
 
 def _is_guarded(path: str) -> bool:
     # Status tells who asked for how much, and where the nodes are.
-    return path in ("/v1", "/status") or path.startswith("/v1/")
+    return path in ("/v1", "/status", "/metrics/targets") or path.startswith("/v1/")

@@ -149,6 +149,8 @@ class Recorder:
         if record.first_token is not None and record.last_token is not None:
             decode = record.last_token - record.first_token
             metrics.request_decode_time.observe(decode)
+            if record.num_output_tokens > 1:
+                metrics.time_per_output_token.observe(decode / (record.num_output_tokens - 1))
             metrics.request_inference_time.observe(decode + report.prefill_seconds)
         if record.counts_prompt:
             own = report.num_cached_tokens + report.num_prefill_cached_tokens
@@ -163,6 +165,7 @@ class Recorder:
         metrics.transferred_tokens.inc(report.num_transferred_tokens)
         metrics.transferred_bytes.inc(report.transfer_bytes)
         metrics.num_preemptions.inc(report.num_preemptions)
+        metrics.prefill_retries.inc(report.num_prefill_failures)
         if report.num_transferred_tokens:
             metrics.exposed_transfer.observe(report.exposed_transfer_seconds)
 

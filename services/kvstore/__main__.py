@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from biphase.errors import BiphaseError, ConfigError
 from biphase.settings import parse_flags
-from biphase.telemetry import events
+from biphase.telemetry import events, tracing
 from services.kvstore.process import serve
 from services.kvstore.settings import KVSTORE_FLAGS, KvstoreSettings
 
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse_flags("biphase kvstore", _DESCRIPTION, KVSTORE_FLAGS, KvstoreSettings, argv)
         settings.check()
         events.configure(settings.node_id or "kvstore", log_format=settings.log_format, level=settings.log_level)
+        tracing.configure("kvstore", settings.node_id or "kvstore", settings.otlp_endpoint)
         asyncio.run(serve(settings))
     except BiphaseError as error:
         print(f"biphase kvstore: {error.message}", file=sys.stderr)

@@ -35,6 +35,10 @@ from biphase.rpc.server import RpcServer
 from biphase.rpc.trust import require_fence, trust_of
 from biphase.rpc.v1 import blocks_pb2_grpc, node_pb2, node_pb2_grpc
 from biphase.telemetry.events import event_logger
+from biphase.telemetry.exposition import MetricsServer
+from biphase.telemetry.holder_metrics import HolderMetrics
+from biphase.transfer.channels import ReadResult
+from services.kvstore.metrics import readings
 from services.kvstore.region import Identity, cancel
 from services.kvstore.servicer import StoreServicer
 from services.kvstore.settings import KvstoreSettings
@@ -66,6 +70,9 @@ class StoreProcess:
         self._registry = Registry(self._redis, settings.cluster) if self._redis is not None else None
         self.store = BlockStore(settings, Identity(self.node_id, self.incarnation, self._trust), self._publisher)
         self._servicer = StoreServicer(self.store, lambda: self._state == "ready", settings.max_offers)
+        self.metrics = HolderMetrics("kvstore", self.node_id, lambda: readings(self.store, self._servicer))
+        self.store.observe_read = self._read_ended
+        self._metrics_server: MetricsServer | None = None
         self._state = "starting"
         self._started = time.monotonic()
         self._stop = asyncio.Event()
@@ -91,6 +98,10 @@ class StoreProcess:
             ],
             trust=self._trust,
         )
+        if self._settings.metrics_port is not None:
+            self._metrics_server = MetricsServer(
+                self.metrics.registry, self._settings.metrics_host, self._settings.metrics_port
+            )
         self.store.start()
         self._state = "ready"
         self._tasks.add(asyncio.create_task(self._sweep_forever()))
@@ -124,6 +135,8 @@ class StoreProcess:
         # Leaves the registry.
         await cancel(self._tasks)
         await self._rpc.stop(0.0)
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.close)
         await self.store.close(max(1.0, self._left(began) * _DISK_SHARE))
         if self._redis is not None:
             await self._redis.aclose()
@@ -188,6 +201,7 @@ class StoreProcess:
             namespace=regions[0].layout.namespace.hex() if regions else "",
             block_size=regions[0].layout.block_size_tokens if regions else 0,
             version=__version__,
+            metrics_address="" if self._metrics_server is None else self._metrics_server.address,
             load=NodeLoad(
                 num_running=self._servicer.num_offers_running,
                 num_blocks=sum(region.pool.num_blocks for region in regions),
@@ -198,6 +212,9 @@ class StoreProcess:
             if endpoint is None
             else TransferAddress(endpoint.tcp_address, endpoint.transports, endpoint.shm_address, endpoint.host_id),
         )
+
+    def _read_ended(self, result: ReadResult) -> None:
+        self.metrics.read_ended(result, "" if result.error is None else result.error.code.value)
 
     def _announce_ready(self) -> None:
         line = {

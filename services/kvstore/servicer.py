@@ -10,6 +10,7 @@ from biphase.index.events import HASH_BYTES
 from biphase.request import BlockHash
 from biphase.rpc.errors import unary_method
 from biphase.rpc.v1 import blocks_pb2, blocks_pb2_grpc, common_pb2
+from biphase.telemetry import tracing
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.layout import KVLayout
 from services.kvstore.residency import COMMON_TENANT
@@ -37,6 +38,10 @@ class StoreServicer(blocks_pb2_grpc.BlockHolderServicer):
     @unary_method
     async def Lease(self, request: blocks_pb2.LeaseRequest, context: Any) -> blocks_pb2.LeaseResponse:
         self.num_leases += 1
+        with tracing.serving("store lease", {"biphase.num_blocks": len(request.block_hashes)}):
+            return await self._lease(request)
+
+    async def _lease(self, request: blocks_pb2.LeaseRequest) -> blocks_pb2.LeaseResponse:
         region = self._store.region(KVLayout.from_proto(request.layout))
         if region is None:
             return blocks_pb2.LeaseResponse()

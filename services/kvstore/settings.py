@@ -15,10 +15,12 @@ from biphase.settings import (
     positive,
     positive_seconds,
 )
+from biphase.telemetry.settings import METRICS_FLAGS, MetricsSettings
 from biphase.transfer.selection import check_transports
 
 KVSTORE_FLAGS = (
     *NODE_FLAGS,
+    *METRICS_FLAGS,
     Flag("capacity", num_bytes, 2**30, "memory for KV blocks, for example 4GiB"),
     Flag("disk-path", str, "", "folder of the disk tier; empty: none"),
     Flag("disk-capacity", num_bytes, 8 * 2**30, "size of the disk tier"),
@@ -33,7 +35,7 @@ KVSTORE_FLAGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class KvstoreSettings(NodeSettings):
+class KvstoreSettings(NodeSettings, MetricsSettings):
     """One field per flag in KVSTORE_FLAGS; see there for meaning and units."""
 
     capacity: int

@@ -18,6 +18,7 @@ from biphase.errors import BiphaseError, LayoutMismatchError, UnavailableError
 from biphase.index.publisher import IndexPublisher
 from biphase.request import BlockHash
 from biphase.telemetry.events import event_logger
+from biphase.transfer.channels import ReadResult
 from biphase.transfer.layout import KVLayout
 from services.kvstore.disk import LAYOUT_FILE
 from services.kvstore.region import Identity, Region
@@ -40,6 +41,8 @@ class BlockStore:
         self._settings = settings
         self._identity = identity
         self._publisher = publisher
+        # Told of each read of an offer that has ended, in the thread that ended it.
+        self.observe_read: Callable[[ReadResult], None] = lambda result: None
         self._regions: dict[bytes, Region] = {}
         self._choosing = asyncio.Lock()
         self._executor = ThreadPoolExecutor(_NUM_DISK_READERS, thread_name_prefix="disk-read")
@@ -144,6 +147,7 @@ class BlockStore:
         except (MemoryError, OSError) as error:
             raise UnavailableError(f"{self._identity.node_id} cannot hold namespace: {error}") from error
         self._regions[layout.namespace] = region
+        region.reader.observe = self.observe_read
         region.start()
         log.info(
             "namespace_opened",

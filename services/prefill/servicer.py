@@ -7,6 +7,7 @@ Owns the call's life: the lease opened before anything is computed, blocks put u
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from biphase.rpc.errors import stream_method
 from biphase.rpc.messages import logprobs_to_proto
 from biphase.rpc.spans import engine_spans
 from biphase.rpc.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from biphase.telemetry import tracing
 from biphase.telemetry.events import event_logger
 from biphase.transfer.layout import KVLayout
 from biphase.transfer.leases import Lease, LeaseEnd
@@ -25,6 +27,7 @@ from biphase.transfer.reslice import Reslice
 from biphase.worker.bridge import EventQueue
 from biphase.worker.parsing import parse_request
 from biphase.worker.pins import IoPins
+from biphase.worker.tracing import tell_phases
 from biphase.worker.worker import Worker
 
 log = event_logger(__name__)
@@ -47,7 +50,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 f"prefill worker {worker.node_id} cannot serve {message.reader_node_id}: {error.message}"
             ) from error
         request = self._parse(message)
-        with worker.accept(request):
+        with tracing.serving("prefill", {"biphase.node": worker.node_id}) as span, worker.accept(request):
             queue: EventQueue = asyncio.Queue()
             lease = worker.leases.open(
                 message.reader_node_id,
@@ -69,6 +72,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     yield answer
                 done = True
             finally:
+                tell_phases(span, request, worker.node_id, fetches=True)
                 worker.engine.abort(request.request_id)
                 if not done:
                     # The caller is gone or the work failed: nobody will read these blocks.
@@ -170,6 +174,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         )
         if token.logprobs:
             done.first_logprobs.CopyFrom(logprobs_to_proto(token.logprobs[0]))
+        worker.metrics.prefilled(
+            num_tokens, done.queue_seconds, done.prefill_seconds, time.monotonic() - request.arrival_time
+        )
         log.info(
             "prefill_done",
             request_id=request.request_id,

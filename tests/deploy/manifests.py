@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from biphase.settings import Flag
+from biphase.telemetry.table import TABLE
 from biphase.worker.settings import WORKER_FLAGS
 from services.gateway.settings import GATEWAY_FLAGS
 from services.kvstore.settings import KVSTORE_FLAGS
@@ -59,15 +60,5 @@ def metric_names(expression: str) -> set[str]:
 
 
 def emitted_names() -> set[str]:
-    """What the gateway's /metrics can show, with the suffixes of counters and histograms."""
-    from prometheus_client import CollectorRegistry
-
-    from biphase.telemetry.metrics import GatewayMetrics
-
-    registry = CollectorRegistry()
-    GatewayMetrics(registry, "model")
-    names: set[str] = set()
-    for family in registry.collect():
-        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
-        names |= {family.name + suffix for suffix in suffixes}
-    return names
+    """What some service's /metrics has, with the suffixes of counters and histograms."""
+    return {name for metric in TABLE for name in metric.sample_names}

@@ -118,6 +118,16 @@ def test_dashboard_reads_metrics_that_are_emitted() -> None:
         assert metric_names(expression) <= emitted_names(), expression
 
 
+def test_prometheus_asks_every_service_on_its_port() -> None:
+    (config,) = read_yaml(COMPOSE / "prometheus" / "prometheus.yml")
+    found = {job["dns_sd_configs"][0]["names"][0]: job["dns_sd_configs"][0]["port"] for job in config["scrape_configs"]}
+    assert found == {"gateway": 8000, "prefill": 9100, "decode": 9100, "kvstore": 9100}
+    stages = re.split(r"^FROM ", (COMPOSE / "Dockerfile").read_text(), flags=re.M)
+    for image in ("kvstore", "worker-cpu", "worker-gpu"):
+        (stage,) = [stage for stage in stages if stage.startswith(f"base AS {image}\n")]
+        assert "BIPHASE_METRICS_HOST=0.0.0.0 BIPHASE_METRICS_PORT=9100" in stage and " 9100\n" in stage
+
+
 def test_dashboard_asks_the_provisioned_data_source() -> None:
     (source,) = read_yaml(COMPOSE / "grafana" / "provisioning" / "datasources" / "prometheus.yaml")[0]["datasources"]
     dashboard = json.loads((COMPOSE / "grafana" / "dashboards" / "biphase.json").read_text())

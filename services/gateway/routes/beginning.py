@@ -43,6 +43,7 @@ async def begin_run(
         arrival=arrival,
         client_id=request.state.client_id,
     )
+    gateway.metrics.asked(generation.n, max(prompt.max_tokens for prompt in generation.prompts))
     if watched:
         request.state.run = run
     return run

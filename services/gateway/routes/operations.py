@@ -56,6 +56,14 @@ def routes(gateway: Gateway) -> APIRouter:
         update_gauges(gateway)
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    @router.get("/metrics/targets", summary="Where the other processes' metrics are, for Prometheus's http_sd_configs")
+    async def metrics_targets() -> list[dict[str, Any]]:
+        return [
+            {"targets": [record.metrics_address], "labels": {"node": record.node_id, "role": record.role}}
+            for record in gateway.registered_nodes
+            if record.metrics_address
+        ]
+
     @router.get("/status", summary="Nodes and recent requests")
     async def status(request: Request) -> dict[str, Any]:
         limit, after = (_number(request.query_params.get(name, "")) for name in ("limit", "after"))
@@ -74,6 +82,7 @@ def update_gauges(gateway: Gateway) -> None:
     metrics = gateway.metrics
     metrics.num_requests_running.set(gateway.dispatcher.num_running)
     metrics.num_requests_waiting.set(gateway.queue.num_waiting)
+    metrics.waiting_prefill_tokens.set(gateway.queue.num_waiting_tokens)
     metrics.begin_nodes()
     states: Counter[tuple[str, str]] = Counter()
     for node in gateway.nodes.nodes:
@@ -81,6 +90,7 @@ def update_gauges(gateway: Gateway) -> None:
         if node.info is not None and node.status.num_blocks:
             metrics.node(
                 node.node_id,
+                node.role,
                 num_blocks=node.status.num_blocks,
                 used=node.status.num_used_blocks,
                 leased=node.status.num_leased_blocks,

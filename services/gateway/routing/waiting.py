@@ -57,6 +57,10 @@ class WaitingLine:
         self.num_waiting = 0
         router.on_freed = self._freed
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._waiting_tokens
+
     def enter(self, ticket: Ticket, answered: Callable[[Placement | UnavailableError], None]) -> Waiter | None:
         """Answers at once (and returns None), or lets the ticket wait.
 

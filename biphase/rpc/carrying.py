@@ -1,0 +1,67 @@
+"""The present request's id and trace, carried from caller to callee in the metadata of gRPC calls.
+
+Only whoever passed the guard is listened to: what a server takes over is for its log and its spans alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from biphase.telemetry import context
+
+REQUEST_ID_KEY = "biphase-request-id"
+TRACEPARENT_KEY = "traceparent"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def clean_traceparent(text: str) -> str:
+    """The header where it has the form of W3C's version 00, else ""."""
+    return text if _TRACEPARENT.fullmatch(text) else ""
+
+
+class CarryingChannel:
+    """A channel each of whose calls carries the caller's request.
+
+    Not a grpc interceptor: those put a task of their own between a streaming call and its caller.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        return _carrying(self._channel.unary_unary(method, *args, **options))
+
+    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        return _carrying(self._channel.unary_stream(method, *args, **options))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+
+def _carrying(call: Any) -> Callable[..., Any]:
+    def carry(*args: Any, metadata: Any = None, **options: Any) -> Any:
+        request_id, traceparent = context.request_id.get(), context.traceparent.get()
+        if _REQUEST_ID.fullmatch(request_id):
+            metadata = (*(metadata or ()), (REQUEST_ID_KEY, request_id))
+        if traceparent:
+            metadata = (*(metadata or ()), (TRACEPARENT_KEY, traceparent))
+        return call(*args, metadata=metadata, **options)
+
+    return carry
+
+
+class RequestCarrier(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Sets what a call carries for the task that answers it."""
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        for key, value in handler_call_details.invocation_metadata or ():
+            if key == REQUEST_ID_KEY and _REQUEST_ID.fullmatch(value):
+                context.request_id.set(value)
+            elif key == TRACEPARENT_KEY:
+                context.traceparent.set(clean_traceparent(value))
+        return await continuation(handler_call_details)

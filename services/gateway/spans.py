@@ -1,0 +1,56 @@
+"""A sequence in a trace: what the gateway knows of it, by OpenTelemetry's GenAI conventions, and its phases here."""
+
+from __future__ import annotations
+
+import time
+
+from biphase.telemetry import tracing
+from biphase.telemetry.tracing import Span
+from services.gateway.domain import Endpoint, Generation, SequenceSpec
+from services.gateway.recorder import SequenceRecord
+
+_OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.RESPONSES: "chat", Endpoint.COMPLETIONS: "text_completion"}
+
+
+def sequence_span(generation: Generation, spec: SequenceSpec) -> Span:
+    """Started under the HTTP request's; the calls that this task makes from now on are under it."""
+    operation = _OPERATIONS[generation.endpoint]
+    return tracing.span(
+        f"{operation} {generation.model}",
+        attributes={
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "biphase",
+            "gen_ai.request.model": generation.model,
+            "gen_ai.request.choice.count": generation.n,
+            "gen_ai.request.max_tokens": spec.sampling.max_tokens,
+            "gen_ai.request.temperature": spec.sampling.temperature,
+            "gen_ai.request.top_p": spec.sampling.top_p,
+            "gen_ai.response.id": generation.response_id,
+            "gen_ai.response.model": generation.model,
+            "gen_ai.usage.input_tokens": len(spec.token_ids),
+            "biphase.request_id": spec.request_id,
+        },
+    )
+
+
+def tell_phases(span: Span, record: SequenceRecord, outcome: str, error_code: str) -> None:
+    """The gateway's phases of a sequence that is over: prepare, queue, route, migrate, first token, decode."""
+    now = time.monotonic()
+    span.set({"gen_ai.usage.output_tokens": record.num_output_tokens, "gen_ai.response.finish_reasons": outcome})
+    if error_code:
+        span.fail(error_code)
+    waiting_since = record.entered
+    if waiting_since is not None:
+        span.child("prepare", record.arrival, waiting_since)
+    for attempt in record.attempts:
+        if waiting_since is not None:
+            span.child("queue", waiting_since, attempt.started)
+        where = {"biphase.decode_node": attempt.decode_node, "biphase.reason": attempt.decision.reason}
+        span.child("route", attempt.started, attempt.started, where)
+        if attempt.ended is not None:
+            failed = {"biphase.decode_node": attempt.decode_node, "error.type": attempt.error_code}
+            span.child("migrate", attempt.started, attempt.ended, failed)
+            waiting_since = attempt.ended
+    if record.first_token is not None:
+        span.child("first token", record.arrival, record.first_token)
+        span.child("decode", record.first_token, record.last_token or now)
