@@ -1,7 +1,7 @@
 """KV blocks as torch tensors: the one place in this room that knows torch.
 
 Owns the shape of a block's bytes. Owns no memory: the tensor is a view, and what is written through it is what a peer
-reads. A block in fp8 holds an exponent for each row beside its codes; see docs/adr/0014-fp8-kv-cache.md.
+reads. A block in fp8 holds an exponent for each row beside its codes; see docs/adr/0020-fp8-kv-cache.md.
 """
 
 from __future__ import annotations
