@@ -6,12 +6,13 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from biphase.request import SamplingParams
-from biphase.sampler import SamplingRow, sample, token_logprobs
+from biphase.sampler import SamplingRow, filters, sample, token_logprobs
 from biphase.sampler.draw import inverse_cdf, uniforms
 from biphase.sampler.filters import truncate
 
@@ -80,6 +81,23 @@ def test_uniforms_depend_on_seed_and_position_alone() -> None:
     assert known[2] == known[3]
     # A change of the generator would change what running streams say: pinned.
     assert uniforms([0, 42], [0, 100]).tolist() == pytest.approx([0.6524484863740322, 0.673550727720063], abs=1e-15)
+
+
+@pytest.mark.parametrize("num_choices", [1, 63, 64, 130, 49_152])
+def test_one_draw_finds_the_place_of_its_uniform(num_choices: int) -> None:
+    draw = np.random.default_rng(num_choices)
+    for _ in range(50):
+        weights = draw.exponential(size=num_choices).astype(np.float32)
+        weights[draw.random(num_choices) < draw.random()] = 0.0
+        weights[draw.integers(num_choices)] = 0.5
+        uniform = draw.choice([0.0, draw.random(), 1.0 - 2.0**-53])
+        index = filters.draw_one(weights, uniform)
+        cumulative = weights.cumsum(dtype=np.float64)
+        assert weights[index] > 0.0
+        # Sums of blocks are rounded to float32.
+        slack = 1e-5 * cumulative[-1]
+        assert cumulative[index] - weights[index] <= uniform * cumulative[-1] + slack
+        assert cumulative[index] >= uniform * cumulative[-1] - slack
 
 
 def test_inverse_cdf_never_picks_a_zero() -> None:
