@@ -176,6 +176,11 @@ def test_a_draining_pod_is_not_killed(manifests: list[dict[str, Any]], role: str
 
 def test_only_the_gateway_is_open(manifests: list[dict[str, Any]]) -> None:
     policies = _of_kind(manifests, "NetworkPolicy")
+    # Of the component monitoring.
+    if metrics := policies.pop("biphase-metrics", None):
+        (rule,) = metrics["spec"]["ingress"]
+        assert rule["ports"] == [{"protocol": "TCP", "port": "metrics"}]
+        assert rule["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     assert policies.keys() == {"biphase-default", *(f"biphase-{role}" for role in (*ROLES, "redis"))}
     assert not policies["biphase-default"]["spec"].get("ingress")
     for name, policy in policies.items():
