@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from biphase.model.shapes import weight_shapes
 from biphase.model.spec import ModelSpec, RopeSpec
 from biphase.ops.cpu_program import CpuProgram
 from kernels.cpu.library import Isa, Kind
+from tests.bench.machine import best_and_median
 
 BLOCK_SIZE = 16
 SPEC = ModelSpec(
@@ -66,18 +65,6 @@ CASES = {
     "prefill 512 after 512": Case(1, 512, 512, 183.0, False),
     "prefill 128 after 1024": Case(1, 128, 1024, 46.0),
 }
-
-
-def best_and_median(call: Callable[[], object], seconds: float) -> tuple[float, float]:
-    call()
-    call()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times), statistics.median(times)
 
 
 def batch_of(case: Case, num_blocks: int) -> ForwardBatch:

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from biphase.cache.memory import BlockMemory
+from biphase.cache.tensors import kv_block_bytes, kv_tensor
 from biphase.model.eager import EagerForward
 from biphase.model.forward import Forward, ForwardBatch
 from biphase.model.loader import LoadedModel, load_model
 from biphase.model.source import resolve_model
 from biphase.ops.cpu_program import CpuProgram
+from tests.bench.machine import best_and_median
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 600
+NUM_BLOCKS = 1100
 MAX_TOKENS = 512
 # name -> (--quantization, multiply as integers)
 MODES = {"bf16": ("none", False), "gguf, decoded": ("gguf", False), "gguf": ("gguf", True), "int8": ("int8", True)}
@@ -70,8 +70,11 @@ def batch_of(token_ids: Tensor, case: Case, all_logits: bool = False) -> Forward
 
 
 def cache_of(model: LoadedModel, dtype: torch.dtype) -> Tensor:
+    """In memory like a worker's, and written to: pages that never were are all one page of zeros."""
     spec = model.spec
-    return torch.zeros(NUM_BLOCKS, spec.num_layers, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, dtype=dtype)
+    shape = (spec.num_layers, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
+    memory = BlockMemory(NUM_BLOCKS, kv_block_bytes(*shape, dtype), populate=True)
+    return kv_tensor(memory, *shape, dtype).normal_(generator=torch.Generator().manual_seed(0))
 
 
 def program_of(model: LoadedModel, integer_dot: bool, num_threads: int) -> CpuProgram:
@@ -82,23 +85,11 @@ def program_of(model: LoadedModel, integer_dot: bool, num_threads: int) -> CpuPr
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=MAX_TOKENS,
         max_num_seqs=64,
-        max_model_len=2048,
+        max_model_len=8192,
         dtype=model.dtype,
         num_threads=num_threads,
         integer_dot=integer_dot,
     )
-
-
-def times(call: Callable[[], object], seconds: float) -> tuple[float, float]:
-    call()
-    call()
-    taken: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(taken) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return min(taken), statistics.median(taken)
 
 
 def written_text(forward: Forward, num_tokens: int) -> Tensor:
@@ -145,7 +136,7 @@ def main() -> None:
     for name in options.case or CASES:
         batch = batch_of(random, CASES[name])
         for mode, program in programs.items():
-            best, median = times(lambda program=program, batch=batch: program(batch), options.seconds)  # type: ignore[misc]
+            best, median = best_and_median(lambda program=program, batch=batch: program(batch), options.seconds)  # type: ignore[misc]
             report[mode][name] = {"ms best": round(best * 1e3, 2), "ms median": round(median * 1e3, 2)}
     if not options.no_accuracy:
         exact = load_model(source, "float32")
