@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from biphase.request import SamplingParams
+from biphase.sampler.device import SamplingKernels, kernels_for
 from biphase.sampler.draw import inverse_cdf
 
 # float32's bits without the last 20: eight bins for each power of two, in the order of the values.
@@ -33,25 +34,40 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> T
         params: one for each row, temperature above 0.
         uniform: float64 [num_rows], in [0, 1).
     """
-    if logits.device.type == "cpu":
+    kernels = kernels_for(logits)
+    if kernels is None and logits.device.type == "cpu":
         return _draw_rows(logits, params, uniform)
+    vocab_size = logits.shape[1]
+    cut = [i for i, p in enumerate(params) if p.top_p < 1.0 or 0 < p.top_k < vocab_size]
+    if kernels is not None and not cut:
+        return _draw_whole(kernels, logits, params, uniform)
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=logits.device)
     # The likeliest token gets weight 1. Subtracted before the division, which could overflow.
     weights = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(1)).exp_()
     if any(p.min_p > 0.0 for p in params):
         floor = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=logits.device)
         weights.masked_fill_(weights < floor.unsqueeze(1), 0.0)
-    vocab_size = logits.shape[1]
-    cut = [i for i, p in enumerate(params) if p.top_p < 1.0 or 0 < p.top_k < vocab_size]
     if not cut:
         return inverse_cdf(weights, uniform)
     tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
     if len(cut) < len(params):
         whole = sorted(set(range(len(params))) - set(cut))
-        tokens[whole] = inverse_cdf(weights[whole], uniform[whole])
+        if kernels is None:
+            tokens[whole] = inverse_cdf(weights[whole], uniform[whole])
+        else:
+            tokens[whole] = _draw_whole(kernels, logits[whole], [params[i] for i in whole], uniform[whole])
     found = [_draw_truncated(weights[i].cpu().numpy(), params[i], float(uniform[i])) for i in cut]
     tokens[cut] = torch.tensor(found, device=logits.device)
     return tokens
+
+
+def _draw_whole(kernels: SamplingKernels, logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
+    """Rows that neither top_k nor top_p cuts, by the device's kernel."""
+    temperatures, min_p = (
+        torch.tensor(values, dtype=torch.float32, device=logits.device)
+        for values in ([p.temperature for p in params], [p.min_p for p in params])
+    )
+    return kernels.draw(logits, temperatures, min_p, uniform.to(logits.device))
 
 
 def _draw_rows(logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:

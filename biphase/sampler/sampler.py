@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from biphase.sampler import filters, processors
+from biphase.sampler.device import argmax
 from biphase.sampler.draw import uniforms
 from biphase.sampler.logprobs import token_logprobs
 from biphase.sampler.row import SamplingRow
@@ -27,7 +28,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]
         In the order of `rows`; `logprobs` where the request asked for them.
     """
     if all(row.is_plain_greedy for row in rows):
-        return [SampledToken(token) for token in logits.argmax(-1).tolist()]
+        return [SampledToken(token) for token in argmax(logits).tolist()]
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     untouched = logits[asked] if asked else None  # a copy: what follows changes logits
     changed = [i for i, row in enumerate(rows) if row.changes_logits]
@@ -41,7 +42,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]
     sampled = [SampledToken(token) for token in tokens.tolist()]
     if untouched is not None:
         tops = [rows[i].params.logprobs or 0 for i in asked]
-        for i, found in zip(asked, token_logprobs(untouched, tokens[asked], tops), strict=True):
+        named = [rows[i].params.logprob_token_ids for i in asked]
+        for i, found in zip(asked, token_logprobs(untouched, tokens[asked], tops, named), strict=True):
             sampled[i].logprobs = found
     return sampled
 
@@ -49,11 +51,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]
 def _choose(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> Tensor:
     random = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if not random:
-        return logits.argmax(-1)
+        return argmax(logits)
     params = [rows[i].params for i in random]
     uniform = uniforms([p.seed for p in params], [positions[i] for i in random])
     if len(random) == len(rows):
         return filters.draw(logits, params, uniform)
-    tokens = logits.argmax(-1)
+    tokens = argmax(logits)
     tokens[random] = filters.draw(logits[random], params, uniform)
     return tokens

@@ -1,0 +1,50 @@
+"""Where tokens are chosen: by Triton kernels where logits lie on a GPU, by torch and numpy elsewhere.
+
+Owns the choice alone. Both ways give the same tokens, but where a draw falls within rounding of the border between two.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from biphase.telemetry.events import event_logger
+
+log = event_logger(__name__)
+
+
+class SamplingKernels(Protocol):
+    """What `biphase.ops.sampling` offers; shapes are said there. Logits are float32 [num_rows, vocab_size]."""
+
+    def argmax(self, logits: Tensor) -> Tensor: ...
+    def draw(self, logits: Tensor, temperatures: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor: ...
+    def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+def kernels_for(logits: Tensor) -> SamplingKernels | None:
+    """The kernels for logits on their device, or None."""
+    return _triton() if logits.device.type == "cuda" else None
+
+
+@cache
+def _triton() -> SamplingKernels | None:
+    try:
+        return cast(SamplingKernels, importlib.import_module("biphase.ops.sampling"))
+    except ImportError as error:
+        log.warning("sampling_kernels_unavailable", reason=str(error), consequence="tokens are chosen by plain torch")
+        return None
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, of equal ones the first: int64 [num_rows]."""
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        return kernels.argmax(logits)
+    if logits.device.type == "cpu":
+        # On one thread, as the sampler runs beside the CPU program, numpy's search is ten times as fast as torch's.
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
