@@ -159,12 +159,17 @@ class Router:
         excluded = ticket.excluded if ticket is not None else set()
         return any(node.incarnation not in excluded for node in self._directory.usable("decode"))
 
-    def num_uncached_tokens(self, ticket: Ticket) -> int:
-        """The work this prompt makes, as far as caches are known."""
-        for node in self._directory.usable("decode"):
-            held, _ = self._held(ticket, node.namespace, node.block_size)
-            return len(ticket.token_ids) - max(held.values(), default=0) * node.block_size
-        return len(ticket.token_ids)
+    def num_uncached_tokens(self, ticket: Ticket) -> tuple[int, int]:
+        """The work this prompt makes, as far as caches are known: in a moment, and now, when some nodes only begin to
+        compute what they will hold."""
+        num_tokens = len(ticket.token_ids)
+        decodes = self._directory.usable("decode")
+        if not decodes:
+            return num_tokens, num_tokens
+        block_size = decodes[0].block_size
+        held, fetchable = self._held(ticket, decodes[0].namespace, block_size)
+        expected = num_tokens - max(held.values(), default=0) * block_size
+        return expected, num_tokens - self._num_present(decodes, held, fetchable) * block_size
 
     def place(self, ticket: Ticket) -> Placement | Detour | None:
         """A place for the ticket now, or the node it had better wait for; None when all that could take it are full."""
@@ -194,8 +199,7 @@ class Router:
             self._clock(),
         )
         self._fade()
-        # What is only on its way would be computed again by a decode worker that is not told to wait for it.
-        present = fetchable if self._fetches else max((held.get(node.incarnation, 0) for node in decodes), default=0)
+        present = self._num_present(decodes, held, fetchable)
         busy = self._is_quicker_on_decode(prefills, num_tokens - present * block_size)
         if busy:
             prefills = []
@@ -252,6 +256,12 @@ class Router:
         get = held.get
         held.update([item for item in expected.items() if item[1] > get(item[0], 0)])
         return held, longest
+
+    def _num_present(self, decodes: Sequence[Node], held: Mapping[str, int], fetchable: int) -> int:
+        """Leading blocks that a decode worker need not compute. What is only on its way it would compute again."""
+        if self._fetches:
+            return fetchable
+        return max((held.get(node.incarnation, 0) for node in decodes), default=0)
 
     def _fade(self) -> None:
         """Lets what was given longer ago count for less."""

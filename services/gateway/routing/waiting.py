@@ -23,13 +23,19 @@ AGEING_TOKENS_PER_SECOND = 1000.0
 class Waiter:
     """One ticket in the line. `answered` is called once, unless it left before."""
 
-    __slots__ = ("answered", "num_tokens", "ticket", "waits_for")
+    __slots__ = ("answered", "is_short", "num_tokens", "ticket", "waits_for")
 
     def __init__(
-        self, ticket: Ticket, num_tokens: int, answered: Callable[[Placement | UnavailableError], None]
+        self,
+        ticket: Ticket,
+        num_tokens: int,
+        is_short: bool,
+        answered: Callable[[Placement | UnavailableError], None],
     ) -> None:
         self.ticket = ticket
         self.num_tokens = num_tokens
+        # Decode can take it whatever the prefill pool does.
+        self.is_short = is_short
         self.answered: Callable[[Placement | UnavailableError], None] | None = answered
         # Set while it stands aside.
         self.waits_for: Detour | None = None
@@ -77,7 +83,8 @@ class WaitingLine:
             raise OverloadedError(
                 f"The server is busy: {self.num_waiting} requests are waiting. Try again later.", self._retry_after()
             )
-        waiter = Waiter(ticket, self._router.num_uncached_tokens(ticket), answered)
+        num_tokens, num_tokens_now = self._router.num_uncached_tokens(ticket)
+        waiter = Waiter(ticket, num_tokens, self._router.fits_decode(num_tokens_now), answered)
         # Everybody ages alike, so the order of two never changes and a heap will do.
         rank = waiter.num_tokens + ticket.arrival * AGEING_TOKENS_PER_SECOND
         heapq.heappush(self._heap(waiter), (not ticket.moved, ticket.priority, rank, next(self._numbers), waiter))
@@ -149,7 +156,7 @@ class WaitingLine:
         return True
 
     def _heap(self, waiter: Waiter) -> list[_Entry]:
-        return self._short if self._router.fits_decode(waiter.num_tokens) else self._long
+        return self._short if waiter.is_short else self._long
 
     def _forget(self, waiter: Waiter) -> None:
         if waiter.waits_for is not None:

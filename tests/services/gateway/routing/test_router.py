@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from biphase.errors import UnavailableError
 from biphase.request import BlockHash
 from biphase.rpc.v1 import common_pb2, node_pb2
 from services.gateway.node import Node
 from services.gateway.routing.policies import policy_named
 from services.gateway.routing.router import PREFILL_BUSY, Detour, Placement, Router, Ticket
 from services.gateway.routing.speculation import SpeculativeHolders
+from services.gateway.routing.waiting import WaitingLine
 
 BLOCK = 16
 
@@ -133,3 +135,23 @@ def test_what_a_worker_was_given_fades() -> None:
         world.now = float(second)
         world.place("one token", 0, 1).release()
     assert world.nodes["p0"].view.num_tokens_given < 0.65 * given
+
+
+def test_who_waits_for_a_prefix_in_flight_holds_up_no_short_prompt() -> None:
+    world = World("d0", "p0")
+    line = WaitingLine(world.router, max_waiting=10)
+    placed: dict[str, Placement] = {}
+
+    def enter(name: str, shared: int, own: int) -> None:
+        def answered(answer: Placement | UnavailableError) -> None:
+            assert isinstance(answer, Placement)
+            placed[name] = answer
+
+        line.enter(world.ticket(name, shared, own), answered)
+
+    enter("first", 1024, 128)
+    enter("second", 1024, 128)
+    enter("short", 0, 50)
+    assert set(placed) == {"first", "short"} and placed["short"].decision.reason == PREFILL_BUSY
+    placed["first"].prefilled()
+    assert placed["second"].prefills[0] is world.nodes["p0"]
