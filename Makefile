@@ -22,7 +22,7 @@ help:
 	@echo "make check    format, lint, types, import arrows, generated files, dependencies"
 	@echo "make format   ruff format and the lint fixes that are safe"
 	@echo "make proto    generate biphase/rpc/v1 from proto/;  make docs: docs/configuration.md from the flags"
-	@echo "make bench    start the stack, load it, print what clients feel                (ARGS='--requests 64 -- --prefill 2')"
+	@echo "make bench    speed of steps and of the whole stack beside floors and peers       (ARGS='--peers VENV --rounds 3')"
 	@echo "make chaos    randomised faults under load, long       (CHAOS_FAULTS=1000 CHAOS_SEED=... CHAOS_GATEWAYS=2"
 	@echo "                                                       CHAOS_TRANSPORTS=shm,tcp CHAOS_DTYPE=bfloat16)"
 	@echo "make compose-env  compose/.env with fresh secrets"
@@ -74,7 +74,7 @@ docs: $(STAMP)
 	@$(BIN)/python docs/generate.py
 
 bench: $(READY)
-	@$(BIN)/python -m tests.bench.serving $(ARGS)
+	@$(BIN)/python -m tests.bench.figures $(ARGS)
 
 chaos: $(READY)
 	@CHAOS_FAULTS=$${CHAOS_FAULTS:-1000} $(BIN)/python -m pytest tests/chaos -s $(ARGS)

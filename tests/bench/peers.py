@@ -100,11 +100,14 @@ def find(venvs: Sequence[str]) -> list[Peer]:
 def folder_of(gguf: Path) -> Iterator[Path]:
     """The model of a GGUF file as a Hugging Face folder in bfloat16, gone at the end."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with tempfile.TemporaryDirectory(prefix="biphase-bench-model-") as folder:
         source, name = str(gguf.parent), gguf.name
-        AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
         yield Path(folder)
 
