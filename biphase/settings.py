@@ -211,8 +211,8 @@ ENGINE_FLAGS = (
         "kv-cache-dtype",
         str,
         "auto",
-        "auto: the model's; fp8 (the same as fp8_e4m3) keeps keys and values in 8 bits, in half the memory of bfloat16 or "
-        "less, at some cost in accuracy; prefill and decode workers need the same",
+        "auto: the model's; fp8 (the same as fp8_e4m3) keeps keys and values in 8 bits, in half the memory of bfloat16 "
+        "or less, at some cost in accuracy; prefill and decode workers need the same",
         choices=("auto", "fp8", "fp8_e4m3"),
     ),
     Flag("device", str, "auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda")),
