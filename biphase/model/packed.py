@@ -198,7 +198,7 @@ def _parts_of(
     # As many groups as there are scales; a group has equally many inputs but for the last.
     groups = scales_entry.shape[0] if scales_entry is not None and scales_entry.shape else 1
     words = (groups, -(-num_rows // per_word))
-    common: dict[str, _Part] = {"qzeros": (("I32",), (words,)), "scales": (_REAL, ((groups, num_rows),))}
+    common: dict[str, _Part] = {"scales": (_REAL, ((groups, num_rows),)), "qzeros": (("I32",), (words,))}
     if packing.kind == "awq":
         return common | {"qweight": (("I32",), ((num_columns, num_rows // per_word),))}
     return common | {

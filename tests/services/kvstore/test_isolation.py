@@ -126,6 +126,8 @@ async def test_models_dtypes_and_quantisations_share_nothing(
         "float32": await start_kind(model, "float32"),
         "bfloat16": await start_kind(model, "bfloat16", "--dtype", "bfloat16"),
         "int8": await start_kind(model, "int8", "--dtype", "bfloat16", "--quantization", "int8"),
+        "fp8 keys": await start_kind(model, "fp8", "--dtype", "bfloat16", "--kv-cache-dtype", "fp8"),
+        "fp8": await start_kind(model, "fp8", "--kv-cache-dtype", "fp8"),
         "weight": await start_kind(another_weight(model, tmp_path / "weight"), "weight"),
         "rope": await start_kind(another_rope(model, tmp_path / "rope"), "rope"),
         "blocks": await start_kind(model, "blocks", "--block-size", "8"),
