@@ -165,6 +165,23 @@ def _peer(peer: peers.Peer, gguf: Path, folder: Path, num_cores: int) -> dict[st
         return http_loads(url, asyncio.run(serving.served_model(url)))
 
 
+def floor_row(machine: Machine) -> dict[str, object]:
+    """What a step's bytes and operations take at least, of the bundled model as it is served; streams half way through
+    their output, nothing else in the step."""
+    model = load_model(resolve_model(""), "bfloat16", keep_blocks=True)
+
+    def seconds(case: Case) -> float:
+        work = work_of(model, case)
+        return machine.floor_seconds(work.num_bytes, work.flop)
+
+    row: dict[str, object] = {"server": "floor"}
+    for streams in STREAMS:
+        itl = seconds(Case(streams, 1, PROMPT + OUTPUT // 2))
+        row |= {f"{streams}: ITL p50/p99 ms": f"{itl * 1e3:.1f}", f"{streams}: tok/s": round(streams / itl)}
+    row["prefill tok/s"] = round(LONG_PROMPT / seconds(Case(1, LONG_PROMPT, 0)))
+    return row
+
+
 def http_rows(found: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, object]]:
     """A row for each server; after ours, each peer's ratios: how many times as fast aggregated biphase is."""
     own = found.get("biphase aggregated")
@@ -230,7 +247,9 @@ def main() -> int:
         found_peers = peers.find(given.peers) if "peers" in parts else []
         found = http(found_peers, arguments[at + 1 :], given.rounds, "http" in parts, machine.num_cores)
         report["http"] = found
-        print(table(http_rows(found)), end="\n\n")
+        rows = http_rows(found)
+        if rows:
+            print(table([*rows, floor_row(machine)]), end="\n\n")
         absent = {"vLLM", "llama.cpp", "transformers"} - {peer.product for peer in found_peers}
         if absent and "peers" in parts:
             print(f"Not measured, as no --peers environment has them: {', '.join(sorted(absent))}.")
