@@ -17,6 +17,8 @@ from typing import Any
 from biphase.cache.memory import BlockMemory, SharedRegion
 from biphase.errors import ConfigError
 
+# Between two looks: each does all that can be done at once, so the pause costs latency and not speed.
+POLL_SECONDS = 0.00005
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api")
 
 

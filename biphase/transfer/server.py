@@ -23,7 +23,7 @@ from biphase.transfer.endpoint import Endpoint, host_id
 from biphase.transfer.handshake import Hello, Welcome, answer, send_pattern
 from biphase.transfer.layout import KVLayout
 from biphase.transfer.leases import HolderPool, LeaseTable
-from biphase.transfer.nixl import NixlHost
+from biphase.transfer.nixl_host import NixlHost
 from biphase.transfer.selection import check_transports
 from biphase.transfer.shm import ShmHost
 from biphase.transfer.sockets import DeadlineSocket, peer_uid

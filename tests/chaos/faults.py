@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tests.chaos.triggers import Trigger
+
 _CHUNK_BYTES = 64 * 1024
 
 
@@ -36,21 +38,6 @@ class FaultKind(StrEnum):
     REORDER = "reorder"
     # `num_bytes` a second pass, for ever.
     SLOW = "slow"
-
-
-@dataclass(slots=True)
-class _Trigger:
-    """Calls `action` once, in a pump's thread, before the last of `num_parts` parts is forwarded."""
-
-    min_bytes: int
-    num_parts: int
-    action: Callable[[], None]
-
-    def sees(self, num_bytes: int) -> bool:
-        """Whether it is time."""
-        if num_bytes >= self.min_bytes:
-            self.num_parts -= 1
-        return self.num_parts == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +68,8 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._fault: Fault | None = None
         self._refusing = False
-        self._up_trigger: _Trigger | None = None
-        self._down_trigger: _Trigger | None = None
+        self._up_trigger: Trigger | None = None
+        self._down_trigger: Trigger | None = None
         # Cleared: nothing passes to the clients.
         self._open = threading.Event()
         self._open.set()
@@ -107,12 +94,12 @@ class FaultProxy:
     def on_request(self, min_bytes: int, num_parts: int, action: Callable[[], None]) -> None:
         """Calls `action` before the next part of at least `min_bytes` goes to the target; `num_parts`: not the next."""
         with self._lock:
-            self._up_trigger = _Trigger(min_bytes, num_parts, action)
+            self._up_trigger = Trigger(min_bytes, num_parts, action)
 
     def on_answer(self, num_parts: int, action: Callable[[], None]) -> None:
         """The same for the other direction, for parts of any size."""
         with self._lock:
-            self._down_trigger = _Trigger(1, num_parts, action)
+            self._down_trigger = Trigger(1, num_parts, action)
 
     def hold(self) -> None:
         """Nothing passes to the clients until `disarm`."""
