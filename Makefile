@@ -14,17 +14,18 @@ READY := $(STAMP) $(KERNELS)
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check format proto docs bench chaos compose-env clean
+.PHONY: help install serve test check format proto docs bench chaos rolling compose-env clean
 
 help:
 	@echo "make serve    the whole stack on this machine: OpenAI API on 127.0.0.1:8000  (MODEL=..., ARGS='--prefill 2 ...')"
 	@echo "make test     the test suite                                                 (ARGS='tests/cache -k pool')"
 	@echo "make check    format, lint, types, import arrows, generated files, dependencies"
 	@echo "make format   ruff format and the lint fixes that are safe"
-	@echo "make proto    generate biphase/rpc/v1 from proto/;  make docs: docs/configuration.md from the flags"
+	@echo "make proto    generate biphase/rpc/v1 from proto/;  make docs: docs/configuration.md, docs/metrics.md from the code"
 	@echo "make bench    speed of steps and of the whole stack beside floors and peers       (ARGS='--peers VENV --rounds 3')"
 	@echo "make chaos    randomised faults under load, long       (CHAOS_FAULTS=1000 CHAOS_SEED=... CHAOS_GATEWAYS=2"
 	@echo "                                                       CHAOS_TRANSPORTS=shm,tcp CHAOS_DTYPE=bfloat16)"
+	@echo "make rolling  restart every service and scale each pool, under load; no request may fail"
 	@echo "make compose-env  compose/.env with fresh secrets"
 	@echo "make clean    remove the venv and everything built"
 
@@ -78,6 +79,9 @@ bench: $(READY)
 
 chaos: $(READY)
 	@CHAOS_FAULTS=$${CHAOS_FAULTS:-1000} $(BIN)/python -m pytest tests/chaos -s $(ARGS)
+
+rolling: $(READY)
+	@$(BIN)/python -m tests.chaos.rolling
 
 # Never over one that is there: what it holds may be in use.
 compose-env:
