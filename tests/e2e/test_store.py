@@ -34,10 +34,13 @@ def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def ask(stack: Stack, prompt: str = PROMPT) -> tuple[str, int, float]:
+def ask(stack: Stack, prompt: str = PROMPT, cache_salt: str | None = None) -> tuple[str, int, float]:
     """Text, cached tokens, and seconds until the answer."""
+    body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
     start = time.monotonic()
-    answer: dict[str, Any] = stack.post("/v1/completions", {"prompt": prompt, "max_tokens": 2, "temperature": 0})
+    answer: dict[str, Any] = stack.post("/v1/completions", body)
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["text"], cached, time.monotonic() - start
 
@@ -73,13 +76,18 @@ def test_after_its_workers_died_and_after_the_store_died_too(tmp_path: Path) -> 
         ask(stack, "warm up")
         text, cached, cold = ask(stack)
         assert cached == 0
-        wait_for(lambda: stored(stack) >= 90)
+        # Whoever sends a salt finds nothing of it, and cannot tell from the time either that others have it.
+        salted, cached, seconds = ask(stack, cache_salt="somebody else")
+        assert (salted, cached) == (text, 0) and seconds > 0.5 * cold
+        _, cached, seconds = ask(stack, cache_salt="somebody else")
+        assert cached > 1400 and seconds < 0.5 * cold
+        wait_for(lambda: stored(stack) >= 180)
         kill(stack, *WORKERS)
         ask(stack, "warm up")
         again, cached, seconds = ask(stack)
         assert again == text and cached > 1400
         assert seconds < 0.35 * cold
-        wait_for(lambda: len(list(tmp_path.glob("*/??/*"))) >= 90)
+        wait_for(lambda: len(list(tmp_path.glob("*/??/*"))) >= 180)
         kill(stack, *WORKERS, "kvstore")
         ask(stack, "warm up")
         again, cached, seconds = ask(stack)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from biphase.cache.hashing import extend_block_hashes
 from biphase.index.embedded import EmbeddedValkey
 from biphase.request import BlockHash
+from biphase.worker import prefixes
 from biphase.worker.worker import Worker
 from tests.services.kvstore.conftest import RunningStore, StartStore, eventually
 from tests.tiny_models import save_tiny
@@ -55,8 +56,12 @@ async def isolated_store(start_store: StartStore, store_valkey: EmbeddedValkey) 
 
 
 @pytest.fixture
-async def start_kind(isolated_store: RunningStore, store_valkey: EmbeddedValkey) -> AsyncIterator[StartKind]:
+async def start_kind(
+    isolated_store: RunningStore, store_valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[StartKind]:
     """`await start_kind(model, name, *flags)`: two decode workers that prefill themselves."""
+    # On a machine that is busy with other things a worker would rather compute than wait; here it has to read.
+    monkeypatch.setattr(prefixes, "_LEASE_CALL_SECONDS", 30.0)
     async with AsyncExitStack() as stack:
 
         async def start(model: Path, name: str, *flags: str) -> Kind:
