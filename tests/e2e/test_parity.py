@@ -1,4 +1,7 @@
-"""Token for token: disaggregated == aggregated == transformers, float32, greedy. This test stays for ever."""
+"""Token for token: disaggregated == aggregated == transformers, float32, greedy. This test stays for ever.
+
+What transformers answers is kept in parity_answers.json (see parity_answers.py); two prompts it is asked live.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +9,45 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from biphase.model.source import resolve_model
+from tests.e2e.parity_answers import MAX_TOKENS, parity_prompts, stored_answers, transformers_answers
 from tests.e2e.stack import Stack, running_stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
-MAX_TOKENS = 12
-# Around block and chunk borders (16 and 512), one token, and long.
-LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 127, 200, 256, 300, 511, 512, 513, 700, 1025, 1800, 3000)
 FLAGS = ("--dtype", "float32", "--kv-cache-bytes", "512MiB", "--max-num-seqs", "32")
+
+
+# The prompts that transformers answers here and now.
+LIVE = (6, 12)
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Real text: its greedy continuations have clear margins. Half of them share their beginning."""
-    source = resolve_model("")
-    tokenizer = AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
-    text = Path(__file__).parents[2].joinpath("LICENSE").read_text()
-    ids = tokenizer(text * 3)["input_ids"]
-    return [ids[(0 if number % 2 else 137 * number) :][:length] for number, length in enumerate(LENGTHS)]
+    return parity_prompts()
 
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[list[int]]) -> list[list[int]]:
-    source = resolve_model("")
-    model = AutoModelForCausalLM.from_pretrained(
-        source.path.parent,
-        gguf_file=source.path.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    )
-    answers = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            output = model.generate(
-                torch.tensor([prompt]), do_sample=False, max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS
-            )
-            answers.append(output[0, len(prompt) :].tolist())
-    return answers
+    return stored_answers(prompts)
+
+
+def test_the_stored_answers_are_transformers_own(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    assert transformers_answers([prompts[n] for n in LIVE]) == [expected[n] for n in LIVE]
 
 
 @pytest.fixture(scope="module", params=["aggregated", "disaggregated", "two-by-two"])
 def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     pools = {"aggregated": ("0", "1"), "disaggregated": ("1", "1"), "two-by-two": ("2", "2")}[request.param]
     # Everything crosses: no prompt is kept on decode for being short, nearly cached or behind a busy worker.
-    crossing = ("--gateway-args", "--max-busy-local-tokens 0", "--decode-args", "--max-local-suffix-tokens 0 --max-slow-local-tokens 0")
+    crossing = (
+        "--gateway-args",
+        "--max-busy-local-tokens 0",
+        "--decode-args",
+        "--max-local-suffix-tokens 0 --max-slow-local-tokens 0",
+    )
     with running_stack("--prefill", pools[0], "--decode", pools[1], *crossing, *FLAGS) as running:
         running.mode = request.param
         yield running
