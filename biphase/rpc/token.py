@@ -1,8 +1,9 @@
 """The secret that the processes of one cluster share, and the two ways in which it is proved without being sent.
 
-A gRPC call carries a proof in its metadata: the method, the time and a number used once under a MAC. It is good for one
-call of one method within a minute, so that whoever was called in another's name, or saw it pass, can do nothing with
-it. A data connection answers a challenge instead (biphase.transfer.handshake). Owns no sockets and no files.
+A gRPC call carries a proof in its metadata: the method, the time and a number used once under a MAC. Within a minute it
+is good once per process, for that method with any message: neither the called process nor the message is under the MAC.
+Who sees it pass can still use it at another process of the cluster, or at the same one after a restart; only TLS stops
+that. A data connection answers a challenge instead (biphase.transfer.handshake). Owns no sockets and no files.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ServiceToken:
 
 
 class ProofChecker:
-    """Checks calls' proofs, each of which is good once. For one thread.
+    """Checks calls' proofs, each of which is good once here; other processes count for themselves. For one thread.
 
     Remembers the numbers of the calls of the last two to four minutes, about 100 bytes each; only who has the token
     can add to them.

@@ -37,6 +37,21 @@ def test_a_proof_is_good_once(token: ServiceToken, clock: Clock, checker: ProofC
     checker.check(METHOD, token.prove_call(METHOD, clock.now))
 
 
+def test_other_processes_do_not_know_that_a_proof_was_used(
+    token: ServiceToken, clock: Clock, checker: ProofChecker
+) -> None:
+    # SECURITY.md says so: without TLS, who overhears a call can make it at another process, or at this one restarted.
+    proof = token.prove_call(METHOD, clock.now)
+    checker.check(METHOD, proof)
+    other = ProofChecker(token, clock)
+    other.check(METHOD, proof)
+    with pytest.raises(UnauthorizedError):
+        other.check(METHOD, proof)
+    clock.now += MAX_SKEW_SECONDS + 1
+    with pytest.raises(UnauthorizedError):
+        ProofChecker(token, clock).check(METHOD, proof)
+
+
 def test_a_proof_is_never_good_again(token: ServiceToken, clock: Clock, checker: ProofChecker) -> None:
     """Neither while its time lasts, however the memory is turned over meanwhile, nor after."""
     proof = token.prove_call(METHOD, clock.now + MAX_SKEW_SECONDS)
