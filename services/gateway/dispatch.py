@@ -104,6 +104,8 @@ class SequenceStream:
         self._refusal: OverloadedError | None = None
         # Complete when the first token is there.
         self.prompt_logprobs: list[common_pb2.TokenLogprobs] = []
+        # The newest that a worker told.
+        self.report: common_pb2.RequestReport | None = None
         self.num_moves = 0
         # A later worker was given output to go on from: its report is about more than the prompt.
         self.has_moved_output = False
@@ -165,8 +167,13 @@ class SequenceStream:
         return message
 
     def _took(self, message: decode_pb2.GenerateResponse) -> None:
-        if message.report.spans and self.attempts:
-            self.attempts[-1].spans = message.report.spans
+        if message.HasField("report"):
+            # A copy: part of a message keeps all of it in memory, the logprobs of a whole prompt too, and what is
+            # recorded stays for long.
+            self.report = common_pb2.RequestReport()
+            self.report.CopyFrom(message.report)
+            if self.report.spans and self.attempts:
+                self.attempts[-1].spans = self.report.spans
         if message.token_ids:
             if not self._output and self._placement is not None:
                 self._placement.prefilled(silent=message.report.silent_prefill_incarnations)

@@ -150,7 +150,7 @@ class GenerationRun:
                 forced = None
                 delta = text.push(message)
                 if message.HasField("report"):
-                    record.report = message.report
+                    record.report = stream.report
                     if not stream.has_moved_output:
                         record.num_cached_tokens = _num_hits(record, message.report)
                 if delta.token_ids:

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from biphase.errors import LayoutMismatchError, OverloadedError
+from biphase.rpc.v1 import common_pb2, decode_pb2
+from services.gateway.dispatch import SequenceStream
 from tests.fakes import FakeDecode, free_port
 from tests.services.gateway.conftest import TEXT, StartGateway, finishes, text_of
 
@@ -46,6 +48,32 @@ async def test_prompt_logprobs_are_not_doubled_by_a_move(start_gateway: StartGat
     (choice,) = body["choices"]
     assert len(choice["logprobs"]["tokens"]) == 3 + 6 and choice["text"].startswith("The sky is Paris is the")
     assert not workers[1].seen[0].request.sampling.HasField("prompt_logprobs")
+
+
+async def test_what_is_recorded_keeps_no_message_alive(
+    start_gateway: StartGateway, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of a message would hold all of it: the logprobs of a long prompt, for as long as the request is shown."""
+    report = common_pb2.RequestReport(reason="local", spans=[common_pb2.Span(phase="chunk", node_id="told")])
+    running = await start_gateway(says(report=report))
+    messages: list[decode_pb2.GenerateResponse] = []
+    took = SequenceStream._took
+
+    def remember(stream: SequenceStream, message: decode_pb2.GenerateResponse) -> None:
+        messages.append(message)
+        took(stream, message)
+
+    monkeypatch.setattr(SequenceStream, "_took", remember)
+    assert (await running.chat()).status_code == 200
+    assert sum(message.HasField("report") for message in messages) > 0
+    for message in messages:
+        # Whoever shares a message's memory sees this.
+        message.report.reason = "changed"
+        for span in message.report.spans:
+            span.node_id = "changed"
+    (item,) = running.gateway.recorder._recent
+    assert item.record.report is not None and item.record.report.reason == "local"
+    assert [span.node_id for attempt in item.record.attempts for span in attempt.spans] == ["told"]
 
 
 async def test_a_worker_that_died_after_its_last_token(start_gateway: StartGateway, says: Says) -> None:
