@@ -46,8 +46,10 @@ def drain(address: str, timeout_seconds: float, trust: Trust = OPEN) -> None:
         while time.monotonic() < deadline:
             try:
                 node_pb2_grpc.NodeStub(channel).GetInfo(node_pb2.GetInfoRequest(), timeout=2.0)
-            except grpc.RpcError:
-                return
+            except grpc.RpcError as error:
+                # One that is slow to answer, or errs, is still there.
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    return
             time.sleep(0.2)
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from biphase.errors import InternalError
 from biphase.rpc import probe
 from biphase.rpc.node import NodeServicer
 from biphase.rpc.server import RpcServer
@@ -42,3 +43,20 @@ async def test_drain_waits_until_the_process_is_gone() -> None:
     await rpc.stop(0.0)
     assert await asyncio.wait_for(drained, 5.0) == 0
     assert asked == [20.0]
+
+
+async def test_drain_takes_no_failure_for_the_end() -> None:
+    asked: list[int] = []
+
+    def info() -> node_pb2.NodeInfo:
+        asked.append(len(asked))
+        raise InternalError("busy")
+
+    node = NodeServicer(info, node_pb2.NodeStatus, lambda _: None, lambda: True)
+    rpc = await RpcServer.start("127.0.0.1", 0, [lambda server: node_pb2_grpc.add_NodeServicer_to_server(node, server)])
+    drained = asyncio.create_task(asyncio.to_thread(probe.main, [rpc.address, "--drain", "--timeout", "20"]))
+    while len(asked) < 3:
+        await asyncio.sleep(0.05)
+        assert not drained.done()
+    await rpc.stop(0.0)
+    assert await asyncio.wait_for(drained, 5.0) == 0
