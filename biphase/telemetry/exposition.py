@@ -1,13 +1,17 @@
 """A process's /metrics for Prometheus: a small HTTP server of its own, on threads of its own.
 
 It answers GET /metrics and nothing else. No event loop and no step waits for it: what is collected is read without
-locks that compute holds. Few callers at a time, each with little time, so that nobody fills the process with threads.
+locks that compute holds. Few callers at a time, each with little time for the whole of its call, so that nobody fills
+the process with threads or keeps Prometheus out for long.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -16,6 +20,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from biphase.errors import ConfigError
 from biphase.rpc.server import join_address, reachable_host
+from biphase.telemetry.events import event_logger
+
+log = event_logger(__name__)
 
 _CALL_SECONDS = 5.0
 _MAX_CALLS = 4
@@ -56,22 +63,54 @@ class _Server(ThreadingMixIn, HTTPServer):
 
     def __init__(self, *args: Any) -> None:
         self._places = threading.BoundedSemaphore(_MAX_CALLS)
+        self._lock = threading.Lock()
+        # Open calls, and when their time is over, monotonic seconds.
+        self._deadlines: dict[socket.socket, float] = {}
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        with self._lock:
+            self._deadlines[request] = time.monotonic() + _CALL_SECONDS
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            # No thread could be started.
+            self._left(request)
+            raise
+
+    def service_actions(self) -> None:
+        """Every half a second: ends overdue calls. A socket's own timeout begins anew with each byte."""
+        now = time.monotonic()
+        with self._lock:
+            for request, deadline in self._deadlines.items():
+                if now > deadline:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._left(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        # Before its number may be another file's.
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def _left(self, request: Any) -> None:
+        with self._lock:
+            self._deadlines.pop(request, None)
+        self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that went away is nobody's business."""
+        """A caller that went away is nobody's business; anything else is a fault of ours."""
+        if not isinstance(sys.exception(), OSError):
+            log.exception("metrics_call_failed")
 
 
 def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
@@ -82,7 +121,13 @@ def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(404)
                 return
-            body = generate_latest(registry)
+            try:
+                body = generate_latest(registry)
+            except Exception:
+                # A scrape that is marked as failed, with a reason in the log, and not an empty answer.
+                log.exception("metrics_not_collected")
+                self.send_error(500)
+                return
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE_LATEST)
             self.send_header("Content-Length", str(len(body)))

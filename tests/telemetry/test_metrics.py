@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import shutil
 import socket
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from biphase.telemetry import exposition
 from biphase.telemetry.exposition import MetricsServer
 from biphase.telemetry.settings import port_or_off
 from biphase.telemetry.table import GATEWAY, SERVICES, metrics_of
@@ -110,6 +113,52 @@ def test_ports() -> None:
     assert (port_or_off("off"), port_or_off("0"), port_or_off("9100")) == (None, 0, 9100)
     with pytest.raises(ValueError, match="a port"):
         port_or_off("65536")
+
+
+def test_a_caller_that_drips_has_no_more_time_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposition, "_CALL_SECONDS", 1.0)
+    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0)
+    host, port = server.address.split(":")
+    with contextlib.ExitStack() as stack:
+        callers = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(4)]
+        stack.callback(server.close)
+        deadline = time.monotonic() + 20
+        while callers:
+            assert time.monotonic() < deadline, "whoever sends a byte now and then keeps its place"
+            for caller in list(callers):
+                caller.settimeout(0.05)
+                try:
+                    caller.sendall(b"G")
+                    is_over = caller.recv(1) == b""
+                except TimeoutError:
+                    is_over = False
+                except OSError:
+                    is_over = True
+                if is_over:
+                    callers.remove(caller)
+        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=10) as answer:
+            assert answer.status == 200
+
+
+def test_what_cannot_be_collected_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def collect(self) -> Any:
+            raise ValueError("no such figure")
+
+        def describe(self) -> Any:
+            return ()
+
+    registry = CollectorRegistry()
+    registry.register(Broken())  # type: ignore[arg-type]
+    server = MetricsServer(registry, "127.0.0.1", 0)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://{server.address}/metrics", timeout=10)
+        assert refused.value.code == 500
+        refused.value.close()
+        assert "metrics_not_collected" in caplog.text and "no such figure" in caplog.text
+    finally:
+        server.close()
 
 
 def test_callers_beyond_a_few_are_turned_away() -> None:
