@@ -157,6 +157,8 @@ class SequenceStream:
             return None
         self._ticket.preferred = self.decode_incarnation
         self._ticket.moved = self.has_moved_output = True
+        if self._placement is not None and self.attempts:
+            self.attempts[-1].ended = time.monotonic()
         self._release()
         self._output.extend(token_ids)
         message = decode_pb2.GenerateResponse(token_ids=token_ids)

@@ -16,7 +16,7 @@ from biphase.rpc.v1 import common_pb2
 from biphase.telemetry.events import event_logger
 from biphase.telemetry.metrics import GatewayMetrics
 from services.gateway.routing.policy import Decision
-from services.gateway.timeline import Attempt, decision_object, timeline
+from services.gateway.timeline import Attempt, decision_object, num_lost, timeline
 
 log = event_logger(__name__)
 
@@ -253,5 +253,5 @@ class Recorder:
             told["client_request_id"] = record.client_id
         if record.attempts:
             told["routing"] = decision_object(record.attempts[-1])
-            told["num_moves"] = len(record.attempts) - 1
+            told["num_moves"] = num_lost(record.attempts)
         return told

@@ -48,9 +48,10 @@ def tell_phases(span: Span, record: SequenceRecord, outcome: str, error_code: st
         where = {"biphase.decode_node": attempt.decode_node, "biphase.reason": attempt.decision.reason}
         span.child("route", attempt.started, attempt.started, where)
         if attempt.ended is not None:
+            waiting_since = attempt.ended
+        if attempt.ended is not None and attempt.error_code:
             failed = {"biphase.decode_node": attempt.decode_node, "error.type": attempt.error_code}
             span.child("migrate", attempt.started, attempt.ended, failed)
-            waiting_since = attempt.ended
     if record.first_token is not None:
         span.child("first token", record.arrival, record.first_token)
         span.child("decode", record.first_token, record.last_token or now)

@@ -24,11 +24,17 @@ class Attempt:
     # In the order in which decode may ask them.
     prefill_nodes: tuple[str, ...]
     decision: Decision
-    # When it was lost, and the error's code; None and "" while it runs, and when it was not lost.
+    # When it ended before the sequence did, and the error's code: "" when it was not lost, but given up for one that
+    # goes on with other tokens. None while it runs, and when it ran to the end.
     ended: float | None = None
     error_code: str = ""
     # As the worker told with its first token.
     spans: Sequence[common_pb2.Span] = ()
+
+
+def num_lost(attempts: Sequence[Attempt]) -> int:
+    """Placements that ended in an error."""
+    return sum(bool(attempt.error_code) for attempt in attempts)
 
 
 def decision_object(attempt: Attempt) -> dict[str, Any]:
@@ -73,7 +79,8 @@ def timeline(
     for attempt in attempts:
         add("queue", waiting_since, attempt.started)
         if attempt.ended is not None:
-            add("lost", attempt.started, attempt.ended, node=attempt.decode_node, error_code=attempt.error_code)
+            if attempt.error_code:
+                add("lost", attempt.started, attempt.ended, node=attempt.decode_node, error_code=attempt.error_code)
             waiting_since = attempt.ended
         for span in attempt.spans:
             add(

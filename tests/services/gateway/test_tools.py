@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from biphase.rpc.v1 import decode_pb2
+from biphase.telemetry import tracing
 from biphase.tokenizer.chat_template import ChatTemplate
 from biphase.tokenizer.loader import LoadedTokenizer
+from services.gateway.spans import tell_phases
 from tests.fakes import FakeDecode
 from tests.services.gateway.conftest import Running, StartGateway, finishes, running_gateway, text_of
 
@@ -210,10 +212,35 @@ async def test_reasoning_is_ended_when_its_tokens_are_used_up(thinking_model: Lo
             chunks = await running.stream(**fields)
             assert text_of(chunks) == "Yes." and finishes(chunks) == {0: ["stop"]}
         assert running.workers[0].num_running == 0
+        await _tells_no_move(running)
         # There is no room for the end of it, and none is asked for.
         for more in ({"max_tokens": 9, "thinking_token_budget": 8}, {"max_tokens": 30, "thinking_token_budget": -1}):
             assert (await running.chat(**more)).json()["choices"][0]["finish_reason"] == "length"
         assert (await running.chat(thinking_token_budget=-2)).status_code == 400
+
+
+async def _tells_no_move(running: Running) -> None:
+    """A request that was given up for the end of its thoughts was not lost, nor did it wait while it thought."""
+    recorder = running.gateway.recorder
+    record = recorder._recent[-1].record
+    first, second = record.attempts
+    assert first.ended is not None and first.error_code == second.error_code == ""
+    (row, *_) = (await running.client.get("/status")).json()["requests"]
+    phases = [phase["phase"] for phase in row["timeline"]]
+    assert phases.count("queue") == 2 and "lost" not in phases and "num_moves" not in row
+    told = max((phase for phase in row["timeline"] if phase["phase"] == "queue"), key=lambda phase: phase["start"])
+    assert told["start"] == pytest.approx(first.ended - record.arrival, abs=1e-4)
+    children: list[str] = []
+
+    class Noted(tracing.Span):
+        def child(self, name: str, start: float, end: float, attributes: tracing.Attributes | None = None) -> None:
+            children.append(name)
+
+    tell_phases(Noted(), record, "stop", "")
+    assert children.count("route") == 2 and "migrate" not in children
+    recorder.began(record)
+    assert recorder.active(1)[0]["num_moves"] == 0
+    recorder._active.clear()
 
 
 async def test_grammars_begin_after_reasoning(thinking_model: LoadedTokenizer, says: Says) -> None:
