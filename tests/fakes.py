@@ -15,6 +15,7 @@ from biphase.errors import BiphaseError
 from biphase.rpc.errors import abort_with
 from biphase.rpc.server import RpcServer
 from biphase.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+from biphase.telemetry import context as carried
 
 NAMESPACE = b"n" * 32
 BLOCK_SIZE = 16
@@ -32,6 +33,8 @@ class Seen:
     deadline_seconds: float | None
     cancelled: bool = False
     finished: bool = False
+    # What the call carried: the request's id, and its place in a trace.
+    carried: tuple[str, str] = ("", "")
 
 
 @dataclass
@@ -146,6 +149,7 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.GenerateResponse]:
         fake = self._fake
         seen = Seen(request, context.time_remaining())
+        seen.carried = (carried.request_id.get(), carried.traceparent.get())
         fake.seen.append(seen)
         try:
             if fake.refuses is not None:

@@ -25,6 +25,7 @@ from biphase.rpc.client import ChannelPool
 from biphase.rpc.errors import CODE_METADATA_KEY, from_rpc_error
 from biphase.rpc.messages import sampling_to_proto
 from biphase.rpc.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from biphase.telemetry import context
 from biphase.telemetry.events import event_logger
 from services.gateway.admission import AdmissionQueue
 from services.gateway.domain import SequenceSpec
@@ -98,6 +99,8 @@ class SequenceStream:
         self._spec = spec
         self._ticket = ticket
         self._deadline = deadline
+        # Who reads a stream changes, from one task to another: calls carry what was so when it was opened.
+        self._traceparent = context.traceparent.get()
         self._call: Any = None
         self._placement: Placement | None = None
         self._output: list[int] = []
@@ -186,6 +189,8 @@ class SequenceStream:
             self._release()
 
     async def _start(self) -> None:
+        context.request_id.set(self._spec.request_id)
+        context.traceparent.set(self._traceparent)
         remaining = self._deadline - time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, remaining)):

@@ -12,6 +12,7 @@ import pytest
 
 from biphase.errors import LayoutMismatchError, OverloadedError
 from biphase.rpc.v1 import common_pb2, decode_pb2
+from biphase.telemetry import context, tracing
 from services.gateway.dispatch import SequenceStream
 from tests.fakes import FakeDecode, free_port
 from tests.services.gateway.conftest import TEXT, StartGateway, finishes, text_of
@@ -48,6 +49,28 @@ async def test_prompt_logprobs_are_not_doubled_by_a_move(start_gateway: StartGat
     (choice,) = body["choices"]
     assert len(choice["logprobs"]["tokens"]) == 3 + 6 and choice["text"].startswith("The sky is Paris is the")
     assert not workers[1].seen[0].request.sampling.HasField("prompt_logprobs")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_moved_request_carries_its_own_ids(
+    start_gateway: StartGateway, says: Says, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The task that reads a stream after its first token is not the one that opened it."""
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+
+    def traced(*_: object) -> tracing.Span:
+        context.traceparent.set(trace)
+        return tracing.NO_SPAN
+
+    monkeypatch.setattr("services.gateway.generation.sequence_span", traced)
+    workers = [says(dies_after=3, delay_seconds=0.01), says()]
+    running = await start_gateway(*workers, routing_policy="round_robin")
+    if stream:
+        await running.stream(max_tokens=9)
+    else:
+        await running.chat(max_tokens=9)
+    (before,), (after,) = workers[0].seen, workers[1].seen
+    assert before.carried == after.carried == (before.request.request_id, trace)
 
 
 async def test_what_is_recorded_keeps_no_message_alive(
