@@ -1,6 +1,6 @@
 """`biphase drain NODE`: sends one process of a running cluster off, and waits until it has gone.
 
-Asks the gateway's POST /drain and watches its /status; computes nothing.
+Asks the gateway's POST /drain with the admin key, and watches its /status with an API key; computes nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from biphase.settings import API_FLAGS, Flag, boolean, parse_flags, positive_sec
 
 _ANSWER_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
+# For so long a gateway may give no answer while another process is waited for: it may be restarted meanwhile.
+_PATIENCE_SECONDS = 30.0
 
 DRAIN_FLAGS = (
     Flag("node", str, "", "id of the process, as `biphase status` shows it"),
     Flag("url", str, "http://127.0.0.1:8000", "address of a gateway"),
     Flag("timeout", positive_seconds, None, "seconds its running requests get; default: its own --drain-timeout"),
     Flag("wait", boolean, True, "return when it has gone"),
-    *(flag for flag in API_FLAGS if flag.name == "admin-key"),
+    *(flag for flag in API_FLAGS if flag.name in ("admin-key", "api-key")),
 )
 
 
@@ -37,6 +39,11 @@ class DrainSettings:
     timeout: float | None
     wait: bool
     admin_key: str
+    api_key: tuple[str, ...]
+
+
+class _NobodyListensError(UnavailableError):
+    """The connection was refused."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,29 +61,59 @@ def main(argv: Sequence[str]) -> int:
     body: dict[str, Any] = {"node": settings.node}
     if settings.timeout is not None:
         body["timeout_seconds"] = settings.timeout
-    said = _call(settings, "/drain", body)
+    # Asked first: whoever may not look could not wait either, and shall know before anything is sent off.
+    own = _status(settings).get("gateway") or {} if settings.wait else {}
+    said = _call(settings.url, "/drain", settings.admin_key, body)
     if settings.wait:
-        while _is_there(settings, said["incarnation"]):
-            time.sleep(_LOOK_SECONDS)
+        _wait_until_gone(settings, said["incarnation"], said["incarnation"] == own.get("incarnation"))
     print(f"{said['node']} {'has gone' if settings.wait else 'drains'}")
     return 0
 
 
-def _is_there(settings: DrainSettings, incarnation: str) -> bool:
+def _wait_until_gone(settings: DrainSettings, incarnation: str, is_gateway: bool) -> None:
+    """
+    Args:
+        is_gateway: it is the one that is asked.
+
+    Raises:
+        UnavailableError: the gateway gave no answer for too long.
+    """
+    silent_since: float | None = None
+    while True:
+        try:
+            if not _is_there(_status(settings), incarnation):
+                return
+            silent_since = None
+        except UnavailableError as error:
+            if is_gateway and isinstance(error, _NobodyListensError):
+                return
+            # A gateway that is busy, or away for a moment, says nothing of the process.
+            now = time.monotonic()
+            silent_since = silent_since or now
+            if now - silent_since >= _PATIENCE_SECONDS:
+                raise
+        time.sleep(_LOOK_SECONDS)
+
+
+def _status(settings: DrainSettings) -> dict[str, Any]:
     try:
-        status = _call(settings, "/status?limit=0")
-    except UnavailableError:
-        # The gateway itself was told to go, and did.
-        return False
+        return _call(settings.url, "/status?limit=0", settings.api_key[0] if settings.api_key else "")
+    except UnauthorizedError as error:
+        raise UnauthorizedError(
+            f"{settings.url} shows its nodes for an API key only: set BIPHASE_API_KEY, or do not wait (--wait false)"
+        ) from error
+
+
+def _is_there(status: dict[str, Any], incarnation: str) -> bool:
     lives = [status.get("gateway") or {}, *status.get("nodes", [])]
     return any(node.get("incarnation") == incarnation and node.get("state") != "unreachable" for node in lives)
 
 
-def _call(settings: DrainSettings, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    url = settings.url.rstrip("/") + path
+def _call(base_url: str, path: str, key: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    url = base_url.rstrip("/") + path
     headers = {"Content-Type": "application/json"}
-    if settings.admin_key:
-        headers["Authorization"] = f"Bearer {settings.admin_key}"
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=_ANSWER_SECONDS) as answer:
@@ -90,7 +127,9 @@ def _call(settings: DrainSettings, path: str, body: dict[str, Any] | None = None
         raise (InvalidRequestError if error.code < 500 else UnavailableError)(words) from error
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise UnavailableError(f"no gateway answers at {settings.url} ({reason})") from error
+        refused = isinstance(reason, ConnectionRefusedError)
+        kind = _NobodyListensError if refused else UnavailableError
+        raise kind(f"no gateway answers at {base_url} ({reason})") from error
 
 
 def _message(raw: bytes) -> str:
