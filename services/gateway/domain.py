@@ -73,7 +73,8 @@ class Generation:
     """One HTTP request for text. It holds len(prompts) * n sequences, prompt-major."""
 
     endpoint: Endpoint
-    # As the client sees it ("chatcmpl-..."), and unique among all that workers know.
+    # As the client sees it ("chatcmpl-..."), and unique among all that workers know. A stored response's own id is a
+    # secret: only the other one is for logs, traces and /status.
     response_id: str
     request_id: str
     created: int

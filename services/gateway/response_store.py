@@ -63,7 +63,8 @@ class ResponseStore:
         text = record.to_json()
         response_id = str(record.response["id"])
         if len(text) > MAX_RECORD_BYTES:
-            log.warning("response_too_large_to_store", response_id=response_id, bytes=len(text))
+            # Without its id, which is a secret.
+            log.warning("response_too_large_to_store", bytes=len(text))
             return False
         await self._set(response_id, text)
         return True

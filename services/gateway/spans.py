@@ -15,6 +15,8 @@ _OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.RESPONSES: "chat", Endpoint.COMPL
 def sequence_span(generation: Generation, spec: SequenceSpec) -> Span:
     """Started under the HTTP request's; the calls that this task makes from now on are under it."""
     operation = _OPERATIONS[generation.endpoint]
+    # The id of a response gives access to what is stored under it, and traces are read by others.
+    is_secret = generation.endpoint is Endpoint.RESPONSES
     return tracing.span(
         f"{operation} {generation.model}",
         attributes={
@@ -25,7 +27,7 @@ def sequence_span(generation: Generation, spec: SequenceSpec) -> Span:
             "gen_ai.request.max_tokens": spec.sampling.max_tokens,
             "gen_ai.request.temperature": spec.sampling.temperature,
             "gen_ai.request.top_p": spec.sampling.top_p,
-            "gen_ai.response.id": generation.response_id,
+            **({} if is_secret else {"gen_ai.response.id": generation.response_id}),
             "gen_ai.response.model": generation.model,
             "gen_ai.usage.input_tokens": len(spec.token_ids),
             "biphase.request_id": spec.request_id,

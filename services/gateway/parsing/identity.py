@@ -16,7 +16,7 @@ _MAX_LENGTH = 96
 class Identity:
     endpoint: Endpoint
     response_id: str
-    # Unique also when a client uses one id twice.
+    # Unique also when a client uses one id twice. In logs, traces and /status.
     request_id: str
     created: int
 
@@ -35,4 +35,7 @@ def identify(endpoint: Endpoint, client_id: str) -> Identity:
     """
     response_id = _PREFIX[endpoint] + (client_id or secrets.token_hex(12))
     request_id = f"{response_id}-{secrets.token_hex(4)}" if client_id else response_id
+    if endpoint is Endpoint.RESPONSES:
+        # Whoever knows a stored response's id may read it: nothing that is told of the request may give it away.
+        request_id = f"respreq-{secrets.token_hex(12)}"
     return Identity(endpoint, response_id, request_id, int(time.time()))

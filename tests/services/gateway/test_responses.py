@@ -14,6 +14,8 @@ from openai.types.responses import Response
 
 from biphase.errors import InternalError
 from biphase.index.embedded import EmbeddedValkey
+from biphase.telemetry import tracing
+from services.gateway import recorder
 from tests.fakes import FakeDecode
 from tests.services.gateway.conftest import TEXT, Running, StartGateway
 
@@ -100,6 +102,29 @@ async def test_a_conversation_goes_on_from_a_stored_response(responding: Running
     assert (await responding.client.get(path)).status_code == 404
     refused = await create(responding, previous_response_id=first["id"])
     assert refused.status_code == 404 and refused.json()["error"]["code"] == 404
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_the_id_is_told_to_the_client_alone(
+    start_gateway: StartGateway, says: Says, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """It is a secret that gives access to what is stored."""
+    told: list[object] = []
+
+    def span(name: str, *, is_server: bool = False, attributes: tracing.Attributes | None = None) -> tracing.Span:
+        told.append((name, attributes))
+        return tracing.NO_SPAN
+
+    monkeypatch.setattr(tracing, "span", span)
+    monkeypatch.setattr(recorder.log, "info", lambda *words, **fields: told.append((words, fields)))
+    running = await start_gateway(says())
+    body = (await create(running, background=background)).json()
+    await running.settle(lambda: running.gateway.recorder.totals.num_finished == 1)
+    status = (await running.client.get("/status")).text
+    (seen,) = running.workers[0].seen
+    assert seen.request.request_id in status and len(told) > 1
+    secret = body["id"].removeprefix("resp_")
+    assert len(secret) == 24 and secret not in status + repr(told) + str(seen.request) + str(seen.carried)
 
 
 async def test_what_is_not_to_be_stored_is_not(responding: Running) -> None:
