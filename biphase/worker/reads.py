@@ -52,6 +52,8 @@ class HeldLease:
         self._lease_seconds = lease_seconds
         # The owner no longer knows the lease, or no longer answers: what has not been verified will not come.
         self.lost = False
+        # The owner has answered the release.
+        self.is_released = False
         self._renewer: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> HeldLease:
@@ -85,6 +87,7 @@ class HeldLease:
     async def _release(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._stub.Release(blocks_pb2.ReleaseRequest(lease_ids=[self.lease_id]), timeout=_RELEASE_SECONDS)
+            self.is_released = True
 
 
 _background: set[asyncio.Task[None]] = set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
@@ -48,7 +49,11 @@ class Attempt:
         # What has come by now, in this worker's blocks; and in the candidate's, where those are cut another way.
         self._own_collector = self._collector = collector
         self._endpoint: Endpoint | None = None
+        self._lease: HeldLease | None = None
+        # The reads as the event loop sees them, and as their thread does. Only the latter may be cancelled: the former
+        # would look done while bytes still land.
         self._reads: set[asyncio.Future[ReadResult]] = set()
+        self._jobs: list[Future[ReadResult]] = []
         self._error: BiphaseError | None = None
         self._is_over = False
 
@@ -70,6 +75,7 @@ class Attempt:
             if self._endpoint.layout != self._worker.layout:
                 self._collector = self._handoff.collector_for(self._endpoint.layout, num_held_tokens)
             async with HeldLease(channel, accepted.lease_id, accepted.lease_seconds) as lease:
+                self._lease = lease
                 done = await self._collect(call, self._endpoint, lease)
                 self._collector.commit(done.num_tokens, done.chain_hash)
                 started = time.monotonic()
@@ -77,11 +83,7 @@ class Attempt:
                 self._handoff.exposed(started)
                 return done
         except OutOfPatienceError:
-            # A frozen worker: the blocks must not be waited for until their deadline, or nothing would be gained.
-            if self._are_posted():
-                await asyncio.wait(self._reads, timeout=_LOOK_SECONDS)
-            if self._endpoint is not None and self._are_posted():
-                self._worker.reader.drop(self._endpoint)
+            await self._give_up_reads()
             raise
         except UnavailableError:
             # Nobody is there any more: what is still being read from there would only run into its deadline.
@@ -102,6 +104,7 @@ class Attempt:
                     endpoint, lease.lease_id, requests, self._worker.settings.transfer_timeout_seconds
                 )
                 read = asyncio.wrap_future(future)
+                self._jobs.append(future)
                 self._reads.add(read)
                 read.add_done_callback(self._take)
 
@@ -162,6 +165,21 @@ class Attempt:
         self._collector.verified(result.verified)
         if result.error is not None and self._error is None:
             self._error = result.error
+
+    async def _give_up_reads(self) -> None:
+        """Ends what is still posted, at the expense of nobody else.
+
+        All reads from a worker share a connection that serves them one by one. A read of ours that waits its turn says
+        nothing of the worker; one that runs and does not end does, if the worker does not answer otherwise either. Then
+        the blocks must not be waited for until their deadline, or nothing would be gained by giving up.
+        """
+        for job in self._jobs:
+            job.cancel()
+        if self._are_posted():
+            await asyncio.wait(self._reads, timeout=_LOOK_SECONDS)
+        has_answered = self._lease is not None and self._lease.is_released
+        if self._endpoint is not None and not has_answered and any(job.running() for job in self._jobs):
+            self._worker.reader.drop(self._endpoint)
 
     def _are_posted(self) -> bool:
         return not all(read.done() for read in self._reads)

@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from biphase.cache.hashing import extend_block_hashes
+from biphase.request import BlockHash
 from biphase.rpc.errors import stream_method
 from biphase.rpc.server import RpcServer
-from biphase.rpc.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+from biphase.rpc.v1 import blocks_pb2, blocks_pb2_grpc, common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+from biphase.transfer.channels import ReadRequest
+from biphase.transfer.leases import Lease
 from biphase.worker.worker import Worker
 from services.decode.patience import Patience
 from tests.tiny_models import expected_tokens
 from tests.worker.pair import Client, candidate, no_block_in_use, running_worker
 
 
-class Silent(prefill_pb2_grpc.PrefillServicer):
+class Silent(prefill_pb2_grpc.PrefillServicer, blocks_pb2_grpc.BlockHolderServicer):
     """A prefill worker as it looks when it gets no processor: its port is open, and nothing comes.
 
     Args:
         endpoint: it gets as far as PrefillAccepted, with this; None: not even so far.
+        announces: and announces these blocks.
+        answers: a lease that is released, at least, it takes back.
     """
 
-    def __init__(self, endpoint: common_pb2.TransferEndpoint | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: common_pb2.TransferEndpoint | None = None,
+        announces: Sequence[common_pb2.BlockHandle] = (),
+        answers: bool = False,
+    ) -> None:
         self._endpoint = endpoint
+        self._announces = announces
+        self._answers = answers
         self.num_asked = 0
 
     @stream_method
@@ -37,7 +51,15 @@ class Silent(prefill_pb2_grpc.PrefillServicer):
         if self._endpoint is not None:
             accepted = prefill_pb2.PrefillAccepted(lease_id="none", lease_seconds=60.0, endpoint=self._endpoint)
             yield prefill_pb2.PrefillResponse(accepted=accepted)
+            if self._announces:
+                committed = prefill_pb2.BlocksCommitted(blocks=self._announces)
+                yield prefill_pb2.PrefillResponse(blocks_committed=committed)
         await asyncio.sleep(60)
+
+    async def Release(self, request: blocks_pb2.ReleaseRequest, context: Any) -> blocks_pb2.ReleaseResponse:
+        if not self._answers:
+            await asyncio.sleep(60)
+        return blocks_pb2.ReleaseResponse()
 
 
 @pytest.fixture
@@ -53,9 +75,11 @@ async def workers(tiny_llama: Path) -> AsyncIterator[tuple[Worker, Worker, Clien
 
 
 async def listening(stack: AsyncExitStack, servicer: Silent) -> decode_pb2.PrefillCandidate:
-    server = await RpcServer.start(
-        "127.0.0.1", 0, [lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server)]
-    )
+    services = [
+        lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server),
+        lambda server: blocks_pb2_grpc.add_BlockHolderServicer_to_server(servicer, server),
+    ]
+    server = await RpcServer.start("127.0.0.1", 0, services)
     stack.push_async_callback(server.stop, 0)
     return decode_pb2.PrefillCandidate(node_id="silent", incarnation="s", address=server.address)
 
@@ -103,6 +127,68 @@ async def test_a_short_prompt_does_not_wait_for_a_starved_worker(
         assert report.num_computed_tokens == 60
         assert len((await other).token_ids) == 400
         await no_block_in_use(decode)
+
+
+@pytest.mark.parametrize(
+    ("is_first", "answers", "others_fail"), [(False, False, False), (True, True, False), (True, False, True)]
+)
+async def test_a_read_that_waits_behind_anothers_takes_no_connection_from_it(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool, answers: bool, others_fail: bool
+) -> None:
+    """One connection serves all reads from a worker, one by one: it is closed only when ours runs and nothing else is
+    heard of the worker."""
+    monkeypatch.setattr(Patience, "prefill_seconds", lambda *_, **__: 0.3)
+    async with AsyncExitStack() as stack:
+        tcp = ("--transports", "tcp")
+        prefill = await stack.enter_async_context(running_worker("prefill", tiny_llama, "prefill-0", *tcp))
+        decode = await stack.enter_async_context(
+            running_worker("decode", tiny_llama, "decode-0", *tcp, "--max-slow-local-tokens", "100")
+        )
+        client = Client(decode)
+        # A long read, as far as those behind it can tell: nothing is sent before `goes_on`.
+        goes_on, begin_io = threading.Event(), prefill.leases.begin_io
+        stack.callback(goes_on.set)
+
+        def begin_later(lease_id: str) -> Lease | None:
+            goes_on.wait(20)
+            return begin_io(lease_id)
+
+        prefill.leases.begin_io = begin_later  # type: ignore[method-assign]
+        sources, places = prefill.pool.allocate(2), decode.pool.allocate(2)
+        assert sources is not None and places is not None
+        lease = prefill.leases.open(decode.node_id, decode.incarnation, sources, adopt=True)
+        wanted = [
+            ReadRequest(index, block_id, prefill.pool.generations[block_id], place)
+            for index, (block_id, place) in enumerate(zip(sources, places, strict=True))
+        ]
+        tokens = prompt(8, 60)
+        hashes: list[BlockHash] = []
+        extend_block_hashes(hashes, decode.root_hash(""), tokens, decode.settings.block_size)
+        announced = common_pb2.BlockHandle(index=0, block_id=0, generation=0, block_hash=hashes[0])
+        starved = await listening(stack, Silent(prefill.endpoint, [announced], answers))
+        if is_first:
+            answering = asyncio.create_task(client.generate(tokens, [starved]))
+            while not decode.reader.peers():
+                await asyncio.sleep(0.01)
+        long_read = decode.reader.read(prefill.endpoint, lease.lease_id, wanted, 20.0)
+        if not is_first:
+            answering = asyncio.create_task(client.generate(tokens, [starved]))
+        if answers:
+            # Ours is waited for, now that it runs: blocks must not be given up before.
+            await asyncio.sleep(1.5)
+            assert not answering.done() and not long_read.done()
+            goes_on.set()
+        answer = await answering
+        assert answer.token_ids == expected_tokens(tiny_llama, [tokens], 8)[0]
+        assert answer.report.reason == "prefill_slow"
+        goes_on.set()
+        result = await asyncio.wrap_future(long_read)
+        assert (result.error is not None) == others_fail
+        assert len(result.verified) == (0 if others_fail else 2)
+        prefill.leases.release([lease.lease_id])
+        decode.pool.release(places)
+        await no_block_in_use(decode)
+        await no_block_in_use(prefill)
 
 
 async def test_prompt_logprobs_are_whole_when_decode_takes_over(workers: tuple[Worker, Worker, Client]) -> None:
