@@ -180,7 +180,7 @@ class SequenceStream:
             if self.report.spans and self.attempts:
                 self.attempts[-1].spans = self.report.spans
         if message.token_ids:
-            if not self._output and self._placement is not None:
+            if self._placement is not None:
                 self._placement.prefilled(silent=message.report.silent_prefill_incarnations)
             self._output.extend(message.token_ids)
         if message.prompt_logprobs:

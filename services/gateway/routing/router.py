@@ -58,7 +58,8 @@ class Ticket:
 
 
 class Placement:
-    """A place given to a ticket. `prefilled` and `release` give back what it counts; both may be called twice."""
+    """A place given to a ticket. `prefilled` and `release` give back what it counts; only the first call of each does
+    anything."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Placement:
         self._freed = freed
         self._clock = clock
         self._held = True
+        self._is_prefilled = False
         decode.give_sequence()
         if prefills:
             prefills[0].give_prefill(self._num_work_tokens, clock())
@@ -86,6 +88,10 @@ class Placement:
         Args:
             silent: incarnations of prefill workers that decode heard nothing from; they get no work for a moment.
         """
+        if self._is_prefilled:
+            return
+        # Said again with the last token, it is old: the node may have answered since.
+        self._is_prefilled = True
         for node in self.prefills:
             if node.incarnation in silent:
                 node.suspend()

@@ -168,6 +168,28 @@ async def test_a_prefill_worker_that_was_silent_gets_no_work_for_a_moment(
     await running.settle(lambda: len(running.gateway.nodes.usable("prefill")) == 2)
 
 
+async def test_after_a_move_too_the_first_token_ends_the_prefill(start_gateway: StartGateway, says: Says) -> None:
+    """What is counted as waiting at a prefill worker ends with the prefill, not with a long answer."""
+    prefill = says(role="prefill")
+    workers = [says(dies_after=2, delay_seconds=0.01), says(delay_seconds=0.2)]
+    running = await start_gateway(*workers, prefill, routing_policy="round_robin")
+    workers[1].report.silent_prefill_incarnations.append(prefill.incarnation)
+    nodes = running.gateway.nodes
+    (node,) = nodes.usable("prefill")
+    stream = asyncio.create_task(running.stream(max_tokens=14))
+
+    def has_ended() -> bool:
+        is_given_back = node.num_in_flight == 0 == node.num_prefill_tokens_in_flight
+        return len(workers[1].seen) == 1 and is_given_back and not nodes.usable("prefill")
+
+    await running.settle(has_ended)
+    assert workers[1].num_running == 1 and not stream.done()
+    # A report is told again with the last token: nobody is suspended for it a second time.
+    await running.settle(lambda: len(nodes.usable("prefill")) == 1)
+    assert finishes(await stream) == {0: ["length"]}
+    assert nodes.usable("prefill") == [node]
+
+
 async def test_prefill_workers_with_blocks_of_another_size_are_asked_too(
     start_gateway: StartGateway, says: Says
 ) -> None:
