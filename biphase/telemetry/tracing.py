@@ -17,7 +17,7 @@ from biphase import __version__
 from biphase.errors import BiphaseError, ConfigError
 from biphase.telemetry import context
 
-Attributes = Mapping[str, str | int | float | bool]
+Attributes = Mapping[str, str | int | float | bool | tuple[str, ...]]
 
 _EXPORT_SECONDS = 5
 # Monotonic seconds and these are the time of day.

@@ -11,7 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from biphase import __version__
 from services.gateway import http_errors, openapi
 from services.gateway.gateway import Gateway
-from services.gateway.middleware import Authentication, OpenRequests, RateLimiting, RequestIds
+from services.gateway.middleware import Authentication, OpenRequests, RateLimiting, RequestIds, Tracing
 from services.gateway.routes import drain, generate, models, operations, responses, tokens
 from services.gateway.ui import routes as ui
 
@@ -47,6 +47,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     # The last one added stands outermost: every answer, refusals too, gets CORS headers and a request id.
     app.add_middleware(OpenRequests, recorder=gateway.recorder)
     app.add_middleware(RateLimiting, limits=gateway.rate_limits)
+    app.add_middleware(Tracing)
     app.add_middleware(Authentication, keys=gateway.keys)
     app.add_middleware(RequestIds, metrics=gateway.metrics)
     app.add_middleware(

@@ -1,4 +1,4 @@
-"""What stands around every route: request ids, API keys, rate limits, the count of open requests.
+"""What stands around every route: request ids, API keys, spans, rate limits, the count of open requests.
 
 Plain ASGI: no task and no copy for each message.
 """
@@ -44,26 +44,15 @@ class RequestIds:
         scope.setdefault("state", {})["client_id"] = given
         shown = given or secrets.token_hex(12)
         context.request_id.set(shown)
-        span = tracing.NO_SPAN
-        if scope["path"] in _TEXT_PATHS:
-            context.traceparent.set(clean_traceparent(Headers(scope=scope).get("traceparent", "")))
-            method, path = scope["method"], scope["path"]
-            span = tracing.span(
-                f"{method} {path}", is_server=True, attributes={"http.request.method": method, "http.route": path}
-            )
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = shown
                 if scope["path"] in _TEXT_PATHS:
                     self._metrics.answered(scope["path"], message["status"])
-                    span.set({"http.response.status_code": message["status"]})
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            span.end()
+        await self._app(scope, receive, send_with_id)
 
 
 class Authentication:
@@ -85,6 +74,36 @@ class Authentication:
                 await response_of(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class Tracing:
+    """The span of every request for text, in the trace that the client names.
+
+    Stands behind authentication: the client says whether its trace is kept, and strangers shall not fill it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in _TEXT_PATHS:
+            await self._app(scope, receive, send)
+            return
+        context.traceparent.set(clean_traceparent(Headers(scope=scope).get("traceparent", "")))
+        method, path = scope["method"], scope["path"]
+        span = tracing.span(
+            f"{method} {path}", is_server=True, attributes={"http.request.method": method, "http.route": path}
+        )
+
+        async def send_with_status(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                span.set({"http.response.status_code": message["status"]})
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_status)
+        finally:
+            span.end()
 
 
 class RateLimiting:

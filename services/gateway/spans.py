@@ -38,7 +38,7 @@ def sequence_span(generation: Generation, spec: SequenceSpec) -> Span:
 def tell_phases(span: Span, record: SequenceRecord, outcome: str, error_code: str) -> None:
     """The gateway's phases of a sequence that is over: prepare, queue, route, migrate, first token, decode."""
     now = time.monotonic()
-    span.set({"gen_ai.usage.output_tokens": record.num_output_tokens, "gen_ai.response.finish_reasons": outcome})
+    span.set({"gen_ai.usage.output_tokens": record.num_output_tokens, "gen_ai.response.finish_reasons": (outcome,)})
     if error_code:
         span.fail(error_code)
     waiting_since = record.entered

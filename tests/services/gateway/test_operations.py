@@ -5,7 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from biphase.rpc.v1 import common_pb2
+from biphase.telemetry import context, tracing
 from tests.fakes import FakeDecode
 from tests.services.gateway.conftest import TOKENIZER_DIGEST, StartGateway
 
@@ -154,6 +157,38 @@ async def test_api_keys(start_gateway: StartGateway, says: Says, tmp_path: Path)
     running.gateway.keys._checked = 0.0
     assert (await client.get("/v1/models", headers={"Authorization": "Bearer from-file"})).status_code == 401
     assert (await client.get("/v1/models", headers={"Authorization": "Bearer rotated-key"})).status_code == 200
+
+
+async def test_a_stranger_starts_no_span(
+    start_gateway: StartGateway, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, dict[str, Any]] = {}
+
+    def span(name: str, *, is_server: bool = False, attributes: tracing.Attributes | None = None) -> tracing.Span:
+        told[name] = {"under": context.traceparent.get(), **(attributes or {})}
+
+        class Recorded(tracing.Span):
+            def set(self, attributes: tracing.Attributes) -> None:
+                told[name].update(attributes)
+
+            @property
+            def is_recording(self) -> bool:
+                return True
+
+        return Recorded()
+
+    monkeypatch.setattr(tracing, "span", span)
+    running = await start_gateway(says(), api_key=("first",))
+    # The client decides whether its trace is kept: not everybody may.
+    running.client.headers["traceparent"] = sampled = f"00-{'a' * 32}-{'b' * 16}-01"
+    assert (await running.chat()).status_code == 401
+    assert told == {}
+    running.client.headers["authorization"] = "Bearer first"
+    assert (await running.chat()).status_code == 200
+    root = told.pop("POST /v1/chat/completions")
+    assert (root["under"], root["http.response.status_code"]) == (sampled, 200)
+    (sequence,) = told.values()
+    assert sequence["gen_ai.response.finish_reasons"] == ("length",), "a list, by the conventions"
 
 
 async def test_cors(start_gateway: StartGateway, says: Says) -> None:
