@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,3 +184,15 @@ async def test_a_reader_gets_only_what_is_new(start_gateway: StartGateway, says:
     assert await numbers("?after=3") == [] == await numbers("?limit=0")
     assert await numbers("?limit=1&after=0") == [3]
     assert await numbers("?limit=-1&after=x") == [3, 2, 1], "what makes no sense is not asked"
+
+
+def test_a_chat_that_is_begun_anew_forgets_the_answer_that_still_came(tmp_path: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node here to run the page's scripts")
+    for file in STATIC.glob("*.js"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    driver = Path(__file__).with_name("chat_page.mjs")
+    ran = subprocess.run([node, driver, tmp_path / "chat.js"], capture_output=True, text=True, timeout=30)
+    assert ran.returncode == 0, ran.stderr

@@ -12,6 +12,8 @@ const messages = [];
 // By the id that this page gave the request: where its path is shown.
 const awaited = new Map();
 let running = null;
+// Counts the conversations: an answer that comes late belongs to none that came after its own.
+let conversation = 0;
 let onLocked = () => {};
 
 export function setUpChat(locked) {
@@ -56,6 +58,9 @@ function onKey(event) {
 
 function forget() {
   running?.abort();
+  running = null;
+  conversation += 1;
+  setText(parts.send, "Send");
   messages.length = 0;
   awaited.clear();
   parts.log.replaceChildren(welcome());
@@ -91,21 +96,25 @@ async function answer() {
   const asked = [...messages];
   const id = `ui-${[...crypto.getRandomValues(new Uint8Array(9))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
   const turn = { text: "", reasoning: "", usage: null, finish: "", started: performance.now(), first: null };
-  running = new AbortController();
+  const own = conversation;
+  const control = (running = new AbortController());
   shown.node.classList.add("is-running");
   setText(parts.send, "Stop");
   awaited.set(id, (row) => setText(shown.foot, footer(turn, row)));
   try {
-    await stream(id, asked, turn, shown, running.signal);
+    await stream(id, asked, turn, shown, control.signal);
     if (!turn.text && !turn.reasoning) setText(shown.foot, `The answer is empty (${turn.finish || "no reason given"}).`);
   } catch (error) {
     failed(error, turn, shown);
     if (error instanceof Refused) awaited.delete(id);
   } finally {
-    running = null;
     shown.node.classList.remove("is-running");
-    setText(parts.send, "Send");
+    if (running === control) {
+      running = null;
+      setText(parts.send, "Send");
+    }
   }
+  if (own !== conversation) return;
   if (turn.text) messages.push({ role: "assistant", content: turn.text });
   else messages.pop();
   if (turn.usage) setText(shown.foot, footer(turn, null));
