@@ -90,6 +90,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> BiphaseError:
     return cls(f"{peer}: {error.details() or error.code().name.lower()}")
 
 
+def is_spoken(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a service of ours ended the call with these words, and not a connection with nobody behind it."""
+    return any(key == CODE_METADATA_KEY for key, _ in error.trailing_metadata() or ())
+
+
 async def abort_with(context: Any, error: BiphaseError) -> None:
     """Ends the call with the error's status. Raises, as grpc's abort does."""
     await context.abort(

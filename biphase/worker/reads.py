@@ -52,6 +52,8 @@ class HeldLease:
         self._lease_seconds = lease_seconds
         # The owner no longer knows the lease, or no longer answers: what has not been verified will not come.
         self.lost = False
+        # It said so itself.
+        self.is_refused = False
         # The owner has answered the release.
         self.is_released = False
         self._renewer: asyncio.Task[None] | None = None
@@ -82,7 +84,7 @@ class HeldLease:
                 self.lost = failures >= 2
             else:
                 failures = 0
-                self.lost = self.lease_id in answer.expired
+                self.lost = self.is_refused = self.lease_id in answer.expired
 
     async def _release(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):

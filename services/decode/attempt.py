@@ -16,7 +16,7 @@ import grpc
 
 from biphase.errors import BiphaseError, DeadlineExceededError, TransferFailedError, UnavailableError
 from biphase.request import NodeId
-from biphase.rpc.errors import from_rpc_error
+from biphase.rpc.errors import from_rpc_error, is_spoken
 from biphase.rpc.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from biphase.transfer.channels import ReadResult
 from biphase.transfer.collector import BlockCollector
@@ -56,6 +56,8 @@ class Attempt:
         self._jobs: list[Future[ReadResult]] = []
         self._error: BiphaseError | None = None
         self._is_over = False
+        # Nothing is heard of the candidate any more: no word of its own ended the attempt.
+        self.is_silent = False
 
     async def run(self) -> prefill_pb2.PrefillDone:
         """
@@ -86,8 +88,9 @@ class Attempt:
             await self._give_up_reads()
             raise
         except UnavailableError:
-            # Nobody is there any more: what is still being read from there would only run into its deadline.
-            if self._endpoint is not None and self._are_posted():
+            # Nobody is there any more: what is still being read from there would only run into its deadline. One that
+            # says itself that it can do no more still serves what others read.
+            if self.is_silent and self._endpoint is not None and self._are_posted():
                 self._worker.reader.drop(self._endpoint)
             raise
         finally:
@@ -125,6 +128,8 @@ class Attempt:
                     self._look(lease, deadline, seconds)
             message = read.result()
         except grpc.aio.AioRpcError as error:
+            # What the connection says when there is nobody behind it.
+            self.is_silent = error.code() is grpc.StatusCode.UNAVAILABLE and not is_spoken(error)
             raise from_rpc_error(error, self._candidate.node_id) from error
         finally:
             read.cancel()
@@ -146,10 +151,13 @@ class Attempt:
         if self._error is not None:
             raise self._error
         if lease is not None and lease.lost:
+            self.is_silent = not lease.is_refused
             raise UnavailableError(f"{node_id} no longer answers for its lease")
         if self._worker.cluster.is_gone(NodeId(node_id), self._candidate.incarnation):
+            self.is_silent = True
             raise UnavailableError(f"{node_id} is gone from the registry")
         if time.monotonic() > deadline:
+            self.is_silent = True
             if lease is None:
                 self._handoff.patience.was_silent(self._candidate.incarnation, time.monotonic())
             raise DeadlineExceededError(f"{node_id} made no progress in {seconds:.2g} s")

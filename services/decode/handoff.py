@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from biphase.cache.hashing import commit_hash, extend_block_hashes, root_hash
 from biphase.engine import Reserved
-from biphase.errors import BiphaseError, DeadlineExceededError, UnavailableError
+from biphase.errors import BiphaseError
 from biphase.request import BlockHash, Request
 from biphase.rpc.messages import logprobs_from_proto, sampling_to_proto
 from biphase.rpc.spans import shifted
@@ -110,7 +110,7 @@ class Handoff:
                 done = await attempt.run()
             except BiphaseError as error:
                 self._counts.num_failures += 1
-                if isinstance(error, UnavailableError | DeadlineExceededError):
+                if attempt.is_silent:
                     self._counts.silent.append(candidate.incarnation)
                 code = error.code.value
                 log.warning(

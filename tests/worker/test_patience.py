@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from biphase.cache.hashing import extend_block_hashes
+from biphase.errors import BiphaseError, DeadlineExceededError, UnavailableError
 from biphase.request import BlockHash
 from biphase.rpc.errors import stream_method
 from biphase.rpc.server import RpcServer
@@ -21,6 +22,7 @@ from biphase.transfer.channels import ReadRequest
 from biphase.transfer.leases import Lease
 from biphase.worker.worker import Worker
 from services.decode.patience import Patience
+from tests.fakes import free_port
 from tests.tiny_models import expected_tokens
 from tests.worker.pair import Client, candidate, no_block_in_use, running_worker
 
@@ -32,6 +34,7 @@ class Silent(prefill_pb2_grpc.PrefillServicer, blocks_pb2_grpc.BlockHolderServic
         endpoint: it gets as far as PrefillAccepted, with this; None: not even so far.
         announces: and announces these blocks.
         answers: a lease that is released, at least, it takes back.
+        refuses: it is not silent at all, but says this.
     """
 
     def __init__(
@@ -39,15 +42,19 @@ class Silent(prefill_pb2_grpc.PrefillServicer, blocks_pb2_grpc.BlockHolderServic
         endpoint: common_pb2.TransferEndpoint | None = None,
         announces: Sequence[common_pb2.BlockHandle] = (),
         answers: bool = False,
+        refuses: BiphaseError | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._announces = announces
         self._answers = answers
+        self._refuses = refuses
         self.num_asked = 0
 
     @stream_method
     async def Prefill(self, message: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
         self.num_asked += 1
+        if self._refuses is not None:
+            raise self._refuses
         if self._endpoint is not None:
             accepted = prefill_pb2.PrefillAccepted(lease_id="none", lease_seconds=60.0, endpoint=self._endpoint)
             yield prefill_pb2.PrefillResponse(accepted=accepted)
@@ -106,6 +113,22 @@ async def test_a_silent_candidate_is_left_soon_and_asked_last(
             assert list(answer.report.silent_prefill_incarnations) == [["s"], []][number]
         assert servicer.num_asked == 1
         await no_block_in_use(decode)
+
+
+@pytest.mark.parametrize("error", [UnavailableError("draining"), DeadlineExceededError("too late"), None])
+async def test_silent_is_who_says_nothing_and_not_who_refuses(
+    workers: tuple[Worker, Worker, Client], error: BiphaseError | None
+) -> None:
+    prefill, _, client = workers
+    async with AsyncExitStack() as stack:
+        if error is None:
+            # Nobody listens there any more.
+            gone = decode_pb2.PrefillCandidate(node_id="gone", incarnation="s", address=f"127.0.0.1:{free_port()}")
+        else:
+            gone = await listening(stack, Silent(refuses=error))
+        answer = await client.generate(prompt(3, 300), [gone, candidate(prefill)])
+        assert (answer.report.prefill_node_id, answer.report.num_prefill_failures) == ("prefill-0", 1)
+        assert list(answer.report.silent_prefill_incarnations) == (["s"] if error is None else [])
 
 
 @pytest.mark.parametrize("accepts", [False, True])
