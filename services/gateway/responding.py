@@ -66,7 +66,7 @@ async def _end(keeping: Keeping, told: EventLog | None, events: bytes, response:
     """Stores the last events before the response itself: whoever sees that it has ended finds all of them."""
     if told is not None:
         told.append(events)
-        await told.flush()
+        await told.flush(is_last=True)
     await keeping.keep(response)
 
 

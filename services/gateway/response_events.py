@@ -27,6 +27,9 @@ class EventLog:
         self._response_id = response_id
         self._events: list[bytes] = []
         self._num_stored = 0
+        # The last attempt to store failed, or was cut short: it may have been carried out or not.
+        self._is_uncertain = False
+        self._storing = asyncio.Lock()
         self._is_over = False
         self._changed = asyncio.Event()
 
@@ -38,12 +41,23 @@ class EventLog:
         self._events.extend(_split(events))
         self._wake()
 
-    async def flush(self) -> None:
-        """Stores what is new, for other gateways and for later."""
-        new = self._events[self._num_stored :]
-        self._num_stored += len(new)
-        if new:
-            await self._store.append_events(self._response_id, new)
+    async def flush(self, *, is_last: bool = False) -> None:
+        """Stores what is new, for other gateways and for later. What fails is made up for by the next one.
+
+        Args:
+            is_last: none will follow, so that events which cannot be stored are kept here.
+        """
+        async with self._storing:
+            anew = self._is_uncertain
+            events = list(self._events) if anew else self._events[self._num_stored :]
+            if not events:
+                return
+            num_events = len(self._events)
+            self._is_uncertain = True
+            if await self._store.append_events(self._response_id, events, anew=anew):
+                self._num_stored, self._is_uncertain = num_events, False
+            elif is_last:
+                self._store.keep_events_here(self._response_id, self._events)
 
     def close(self) -> None:
         """No more will come."""

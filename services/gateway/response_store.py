@@ -77,25 +77,42 @@ class ResponseStore:
         record = StoredResponse(**json.loads(text))
         return record if record.owner == owner else None
 
-    async def append_events(self, response_id: str, events: Sequence[bytes]) -> None:
-        """Adds to the events that the response has told."""
+    async def append_events(self, response_id: str, events: Sequence[bytes], *, anew: bool = False) -> bool:
+        """Adds to the events that the response has told.
+
+        Args:
+            anew: they are all of them, in place of what is there.
+
+        Returns:
+            False: Redis is away. It may have them or not, so that the next time all are to be told anew.
+        """
         name = _events_id(response_id)
-        if self._redis is not None:
-            redis: Any = self._redis
-            try:
-                await redis.rpush(self._key(name), *events)
-                await redis.pexpire(self._key(name), self._milliseconds)
-                return
-            except REDIS_FAILURES as error:
-                log.warning("response_store_unreachable", error=type(error).__name__)
-        held = self._local.get(name)
-        self._keep_here(name, ("" if held is None else held[1]) + b"".join(events).decode())
+        if self._redis is None:
+            before = None if anew else self._held(name)
+            self._keep_here(name, (before or "") + b"".join(events).decode())
+            return True
+        try:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                if anew:
+                    pipe.delete(self._key(name))
+                pipe.rpush(self._key(name), *events)
+                pipe.pexpire(self._key(name), self._milliseconds)
+                await pipe.execute()
+        except REDIS_FAILURES as error:
+            log.warning("response_store_unreachable", error=type(error).__name__)
+            return False
+        return True
+
+    def keep_events_here(self, response_id: str, events: Sequence[bytes]) -> None:
+        """For all events of a response that has ended while Redis was away."""
+        self._keep_here(_events_id(response_id), b"".join(events).decode())
 
     async def events(self, response_id: str, start: int) -> list[bytes]:
         """The events that were stored, from the start-th on."""
         name = _events_id(response_id)
-        if name in self._local:
-            return [f"{event}\n\n".encode() for event in self._local[name][1].split("\n\n")[:-1]][start:]
+        held = self._held(name)
+        if held is not None:
+            return [f"{event}\n\n".encode() for event in held.split("\n\n")[:-1]][start:]
         if self._redis is None:
             return []
         redis: Any = self._redis
@@ -141,11 +158,9 @@ class ResponseStore:
             self._forget(next(iter(self._local)))
 
     async def _get(self, name: str) -> str | None:
-        held = self._local.get(name)
+        held = self._held(name)
         if held is not None:
-            if held[0] > self._clock():
-                return held[1]
-            self._forget(name)
+            return held
         if self._redis is None:
             return None
         try:
@@ -154,6 +169,15 @@ class ResponseStore:
             log.warning("response_store_unreachable", error=type(error).__name__)
             return None
         return value.decode() if isinstance(value, bytes) else value
+
+    def _held(self, name: str) -> str | None:
+        held = self._local.get(name)
+        if held is None:
+            return None
+        if held[0] > self._clock():
+            return held[1]
+        self._forget(name)
+        return None
 
     def _forget(self, name: str) -> None:
         held = self._local.pop(name, None)
