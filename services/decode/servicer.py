@@ -129,8 +129,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     finish = decode_pb2.Finish(reason=event.reason.value)
                     if event.stop_token_id is not None:
                         finish.stop_token_id = event.stop_token_id
-                    yield decode_pb2.GenerateResponse(finish=finish, report=report)
                     self._log_finished(request, report, event)
+                    yield decode_pb2.GenerateResponse(finish=finish, report=report)
                     worker.offer(
                         request,
                         report.num_cached_tokens + report.num_prefill_cached_tokens + report.num_external_tokens,

@@ -25,6 +25,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Ite
     flags = ("--served-model-name", "tiny", "--num-blocks", "256", "--log-format", "json", "--log-level", "debug")
     # Whether a prompt is handed off shall not depend on how quick this machine is.
     flags = (*flags, "--decode-args=--max-slow-local-tokens 0")
+    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    flags = (*flags, "--chat-template", template)
     environ = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
     with running_stack(str(model), *flags, "--otlp-endpoint", collector.url, environ=environ) as stack:
         yield stack

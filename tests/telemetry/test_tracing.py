@@ -6,6 +6,7 @@ import json
 import secrets
 import subprocess
 import sys
+import time
 import urllib.request
 from typing import Any
 
@@ -57,6 +58,8 @@ def test_one_trace_over_all_processes(stack: Stack, collector: Collector) -> Non
     told = attributes("chat tiny")
     assert told["gen_ai.request.model"] == "tiny" and told["gen_ai.response.id"] == answer["id"]
     assert told["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]
+    (reason,) = told["gen_ai.response.finish_reasons"].values
+    assert reason.string_value == answer["choices"][0]["finish_reason"]
     assert attributes("POST /v1/chat/completions")["http.response.status_code"] == 200
     assert SECRET not in repr(received), "no prompt in a span"
 
@@ -71,12 +74,19 @@ def test_what_the_client_did_not_sample_is_not_traced(stack: Stack, collector: C
 
 def test_every_line_about_a_request_has_its_id(stack: Stack) -> None:
     answer = _chat(stack, "")
-    lines = []
-    for line in stack.log().splitlines():
-        if answer["id"].partition("-")[2] in line:
-            lines.append(json.loads(line[line.index("{") :]))
-    heard = {(line["component"].partition("-")[0], line["event"]) for line in lines}
-    assert {("gateway", "request_finished"), ("decode", "request_finished"), ("prefill", "prefill_done")} <= heard
+    wanted = {("gateway", "request_finished"), ("decode", "request_finished"), ("prefill", "prefill_done")}
+    deadline = time.monotonic() + 10
+    while True:
+        # Lines come by way of the supervisor, after the answer perhaps.
+        lines = []
+        for line in stack.log().splitlines():
+            if answer["id"].partition("-")[2] in line and line.endswith("}"):
+                lines.append(json.loads(line[line.index("{") :]))
+        heard = {(line["component"].partition("-")[0], line["event"]) for line in lines}
+        if wanted <= heard:
+            break
+        assert time.monotonic() < deadline, f"missing {wanted - heard}"
+        time.sleep(0.05)
     assert all(answer["id"].partition("-")[2] in line["request_id"] for line in lines)
     assert SECRET not in stack.log(), "no prompt in a log"
 
