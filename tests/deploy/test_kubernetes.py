@@ -16,6 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from services.gateway.routing.policy import DEFAULT_PREFILL_RATE
 from tests.deploy.kustomize import render
 from tests.deploy.manifests import KUBERNETES, emitted_names, environment_variables, metric_names, read_yaml
 
@@ -232,6 +233,12 @@ def test_scaling_reads_metrics_that_are_emitted(example: list[dict[str, Any]]) -
         for trigger in found["spec"]["triggers"]:
             query = trigger["metadata"]["query"]
             assert metric_names(query) and metric_names(query) <= emitted_names()
+
+
+def test_a_pool_that_has_measured_nothing_does_not_look_swamped(example: list[dict[str, Any]]) -> None:
+    (trigger,) = _of_kind(example, "ScaledObject")["biphase-prefill"]["spec"]["triggers"]
+    (least_rate,) = re.findall(r"clamp_min\(.*, (\d+)\)", trigger["metadata"]["query"])
+    assert float(least_rate) == DEFAULT_PREFILL_RATE
 
 
 def test_rdma_reaches_the_workers_only(example: list[dict[str, Any]]) -> None:
