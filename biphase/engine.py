@@ -219,7 +219,12 @@ class Engine:
         try:
             result = self._runner.execute(output)
         except Exception as error:
-            log.exception("step_failed", num_requests=len(output.scheduled), num_tokens=output.num_tokens)
+            log.exception(
+                "step_failed",
+                request_ids=[scheduled.request.request_id for scheduled in output.scheduled],
+                num_requests=len(output.scheduled),
+                num_tokens=output.num_tokens,
+            )
             failure = error if isinstance(error, BiphaseError) else InternalError(f"the step failed: {error}")
             self._scheduler.fail_step(output, failure)
         else:

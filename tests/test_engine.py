@@ -220,7 +220,8 @@ def test_a_failing_step_ends_its_requests_and_the_engine_lives_on(
     failed = engine_rig.add("a", [1, 2, 3]).finished
     assert failed.reason is FinishReason.ERROR
     assert failed.error is not None and "boom" in failed.error.message
-    assert "step_failed" in caplog.text
+    (line,) = [record for record in caplog.records if record.message == "step_failed"]
+    assert line.__dict__["event_fields"]["request_ids"] == ["a"]
     assert engine_rig.add("b", [1, 2, 3]).finished.reason is FinishReason.LENGTH
     assert engine_rig.engine.failure is None
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from biphase.errors import BiphaseError, ConfigError, ModelLoadError
+from biphase.index.registry import default_node_id
 from biphase.rpc.server import Registration
 from biphase.rpc.trust import require_fence, trust_of
 from biphase.settings import parse_flags
@@ -37,7 +38,7 @@ def run_worker(role: str, servicer: RoleServicer, argv: Sequence[str] | None = N
     try:
         settings = parse_flags(f"biphase {role}", description, WORKER_FLAGS, WorkerSettings, argv)
         events.configure(settings.node_id or role, log_format=settings.log_format, level=settings.log_level)
-        tracing.configure(role, settings.node_id or role, settings.otlp_endpoint)
+        tracing.configure(role, settings.node_id or default_node_id(role), settings.otlp_endpoint)
         require_fence(trust_of(settings), settings.host, settings.insecure)
         core = build_core(settings, role)
         asyncio.run(_serve(role, settings, core, servicer))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import uvloop
 
 from biphase.errors import ConfigError, ModelLoadError
+from biphase.index.registry import default_node_id
 from biphase.model.source import resolve_model
 from biphase.settings import parse_flags
 from biphase.telemetry import events, tracing
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "gateway", "Serves the OpenAI API for biphase's workers.", GATEWAY_FLAGS, GatewaySettings, argv
         )
         events.configure(settings.node_id or "gateway", log_format=settings.log_format, level=settings.log_level)
-        tracing.configure("gateway", settings.node_id or "gateway", settings.otlp_endpoint)
+        tracing.configure("gateway", settings.node_id or default_node_id("gateway"), settings.otlp_endpoint)
         source = resolve_model(settings.model)
         loaded = load_tokenizer(source, chat_template=settings.chat_template)
         names = settings.served_model_name or (source.default_served_name,)

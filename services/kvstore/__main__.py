@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from biphase.errors import BiphaseError, ConfigError
+from biphase.index.registry import default_node_id
 from biphase.settings import parse_flags
 from biphase.telemetry import events, tracing
 from services.kvstore.process import serve
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse_flags("biphase kvstore", _DESCRIPTION, KVSTORE_FLAGS, KvstoreSettings, argv)
         settings.check()
         events.configure(settings.node_id or "kvstore", log_format=settings.log_format, level=settings.log_level)
-        tracing.configure("kvstore", settings.node_id or "kvstore", settings.otlp_endpoint)
+        tracing.configure("kvstore", settings.node_id or default_node_id("kvstore"), settings.otlp_endpoint)
         asyncio.run(serve(settings))
     except BiphaseError as error:
         print(f"biphase kvstore: {error.message}", file=sys.stderr)

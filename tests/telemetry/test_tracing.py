@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 
 from biphase.errors import ConfigError
-from biphase.telemetry import context, tracing
+from biphase.index.registry import default_node_id
+from biphase.telemetry import context, events, tracing
+from biphase.worker.process import run_worker
+from services.gateway import __main__ as gateway
+from services.kvstore import __main__ as kvstore
 from tests.e2e.stack import Stack
 from tests.telemetry.collector import Collector
 
@@ -89,6 +93,46 @@ def test_every_line_about_a_request_has_its_id(stack: Stack) -> None:
         time.sleep(0.05)
     assert all(answer["id"].partition("-")[2] in line["request_id"] for line in lines)
     assert SECRET not in stack.log(), "no prompt in a log"
+
+
+def test_text_lines_have_it_too() -> None:
+    code = """
+from biphase.telemetry import context, events
+events.configure("decode-0")
+log = events.event_logger("x")
+log.info("before")
+context.request_id.set("r-1")
+log.info("during", num_tokens=3)
+log.info("its own", request_id="r-1~0")
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    before, during, own = ran.stderr.splitlines()
+    assert "request_id" not in before
+    assert during.endswith("decode-0 during request_id=r-1 num_tokens=3")
+    assert own.endswith("decode-0 its own request_id=r-1~0")
+
+
+_MAINS = {
+    "gateway": gateway.main,
+    "kvstore": kvstore.main,
+    "decode": lambda argv: run_worker("decode", lambda _: None, argv),  # type: ignore[arg-type, return-value]
+}
+
+
+@pytest.mark.parametrize("role", _MAINS)
+def test_each_process_has_an_instance_id_of_its_own(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, ...]] = []
+
+    def configure(*args: str) -> None:
+        told.append(args)
+        raise ConfigError("that is all for now")
+
+    monkeypatch.setattr(tracing, "configure", configure)
+    monkeypatch.setattr(events, "configure", lambda *_, **__: None)
+    assert _MAINS[role]([]) == 2
+    assert told == [(role, default_node_id(role), "")]
 
 
 def test_asked_for_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
