@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.responses import Response
 from starlette.types import Receive
@@ -46,9 +46,11 @@ class Keeping:
             await self.store.put(StoredResponse(response, self.input, self.history, self.owner))
 
 
-async def _complete(
-    run: GenerationRun, frames: ResponseFrames, keeping: Keeping, told: EventLog | None = None
-) -> dict[str, Any]:
+# The last events of a response, and the response.
+_End: TypeAlias = tuple[bytes, dict[str, Any]]
+
+
+async def _generated(run: GenerationRun, frames: ResponseFrames, told: EventLog | None = None) -> _End:
     deltas = run.deltas()
     try:
         async for _, delta in deltas:
@@ -57,9 +59,21 @@ async def _complete(
                 told.append(events)
     finally:
         await deltas.aclose()  # type: ignore[attr-defined]
-    events, response = frames.end(run.usage)
-    await _end(keeping, told, events, response)
+    # Nothing is waited for from here on: whoever finds the task cancelled knows that the frames have no end yet.
+    return frames.end(run.usage)
+
+
+async def _complete(run: GenerationRun, frames: ResponseFrames, keeping: Keeping) -> dict[str, Any]:
+    _, response = await _generated(run, frames)
+    await keeping.keep(response)
     return response
+
+
+async def _given_up(work: asyncio.Task[_End], end: Callable[[], _End]) -> _End:
+    """Cancels the work, and gives `end` in its place; or what has come of it, where that was quicker."""
+    work.cancel()
+    await asyncio.wait([work])
+    return end() if work.cancelled() or work.exception() is not None else work.result()
 
 
 async def _end(keeping: Keeping, told: EventLog | None, events: bytes, response: dict[str, Any]) -> None:
@@ -192,31 +206,50 @@ class BackgroundResponses:
     async def _run(
         self, run: GenerationRun, frames: ResponseFrames, keeping: Keeping, grant: KeyGrant, told: EventLog | None
     ) -> None:
-        work = asyncio.ensure_future(_complete(run, frames, keeping, told))
-        store, response_id = keeping.store, run.generation.response_id
-        assert store is not None
+        work = asyncio.create_task(_generated(run, frames, told))
         try:
-            while not work.done():
-                await asyncio.wait([work], timeout=_CANCEL_POLL_SECONDS)
-                if told is not None and not work.done():
-                    await told.flush()
-                if not work.done() and await store.is_cancel_asked(response_id):
-                    work.cancel()
-                    await asyncio.wait([work])
-                    await _end(keeping, told, *frames.cancel())
-                    return
-            await work
-        except BiphaseError as error:
-            await _end(keeping, told, *frames.fail(error))
-        except asyncio.CancelledError:
-            work.cancel()
-            await asyncio.wait([work])
-            await _end(keeping, told, *frames.fail(UnavailableError("The server was shut down.")))
-            raise
-        except Exception:
-            log.exception("background_failed", request_id=run.generation.request_id)
-            await _end(keeping, told, *frames.fail(InternalError("Internal server error.")))
+            is_shut_down = False
+            try:
+                end = await _watched(work, run.generation.response_id, frames, keeping, told)
+            except BiphaseError as error:
+                end = frames.fail(error)
+            except asyncio.CancelledError:
+                is_shut_down = True
+                end = await _given_up(work, lambda: frames.fail(UnavailableError("The server was shut down.")))
+            except Exception:
+                log.exception("background_failed", request_id=run.generation.request_id)
+                end = frames.fail(InternalError("Internal server error."))
+            # It has one end, which is stored whole whatever comes meanwhile.
+            storing = asyncio.create_task(_end(keeping, told, *end))
+            try:
+                await asyncio.shield(storing)
+            except asyncio.CancelledError:
+                is_shut_down = True
+                await asyncio.wait([storing])
+            except Exception:
+                log.exception("background_not_stored", request_id=run.generation.request_id)
+            if is_shut_down:
+                raise asyncio.CancelledError
         finally:
             if told is not None:
                 told.close()
             await self._limits.debit(grant, run.usage.completion_tokens)
+
+
+async def _watched(
+    work: asyncio.Task[_End], response_id: str, frames: ResponseFrames, keeping: Keeping, told: EventLog | None
+) -> _End:
+    """What comes of the work, or of being asked to cancel it. Stores its events meanwhile.
+
+    Raises:
+        BiphaseError: as the work does.
+    """
+    assert keeping.store is not None
+    while not work.done():
+        await asyncio.wait([work], timeout=_CANCEL_POLL_SECONDS)
+        if told is not None and not work.done():
+            await told.flush()
+        # Looked at again after each wait: what has ended cannot be cancelled.
+        if not work.done() and await keeping.store.is_cancel_asked(response_id) and not work.done():
+            return await _given_up(work, frames.cancel)
+    return work.result()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from biphase.index.connection import connect
 from services.gateway.response_events import EventLog
-from services.gateway.response_store import ResponseStore
+from services.gateway.response_store import ResponseStore, StoredResponse
+from tests.fakes import FakeDecode
 from tests.index.servers import ServerProcess
+from tests.services.gateway.conftest import Running, StartGateway
+
+Says = Callable[..., FakeDecode]
 
 EVENTS = [f"event: e\ndata: {number}\n\n".encode() for number in range(9)]
 
@@ -69,3 +76,74 @@ async def test_without_redis_events_are_here_for_their_time() -> None:
     assert await store.events("r", 0) == EVENTS
     now[0] = 61.0
     assert await store.events("r", 0) == []
+
+
+async def begun(running: Running, stream: bool, num_tokens: int = 8) -> str:
+    """The id of a response that runs in the background."""
+    body = {"model": "smol", "input": "Say hi", "max_output_tokens": num_tokens, "background": True, "stream": stream}
+    asking = asyncio.create_task(running.client.post("/v1/responses", json=body))
+    await running.settle(lambda: bool(running.gateway.background.running_ids))
+    (response_id,) = running.gateway.background.running_ids
+    if not stream:
+        await asking
+    return response_id
+
+
+async def ended(running: Running, response_id: str) -> dict[str, Any]:
+    await running.settle(lambda: not running.gateway.background.running_ids)
+    return dict((await running.client.get(f"/v1/responses/{response_id}")).json())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_ended_while_somebody_asked_to_cancel_it_has_ended(
+    start_gateway: StartGateway, says: Says, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("services.gateway.responding._CANCEL_POLL_SECONDS", 0.01)
+    running = await start_gateway(says(delay_seconds=0.01))
+    num_asked = 0
+
+    async def asked_as_it_ends(_: str) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        await running.settle(lambda: running.gateway.recorder.totals.num_finished == 1)
+        await asyncio.sleep(0.02)
+        return True
+
+    monkeypatch.setattr(running.gateway.responses, "is_cancel_asked", asked_as_it_ends)
+    response = await ended(running, await begun(running, stream))
+    assert (response["status"], response["usage"]["output_tokens"], num_asked) == ("incomplete", 8, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_end_that_is_being_stored_is_not_cut_short(
+    start_gateway: StartGateway, says: Says, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    running = await start_gateway(says())
+    put, storing, release = ResponseStore.put, asyncio.Event(), asyncio.Event()
+
+    async def slow(store: ResponseStore, record: StoredResponse) -> bool:
+        if record.response["status"] != "in_progress":
+            storing.set()
+            await release.wait()
+        return await put(store, record)
+
+    monkeypatch.setattr(ResponseStore, "put", slow)
+    response_id = await begun(running, stream)
+    await storing.wait()
+    closing = asyncio.create_task(running.gateway.background.close())
+    await asyncio.sleep(0.02)
+    release.set()
+    await closing
+    assert (await ended(running, response_id))["status"] == "incomplete"
+    if stream:
+        last = (await running.gateway.responses.events(response_id, 0))[-1]
+        assert last.startswith(b"event: response.incomplete")
+
+
+async def test_what_runs_at_the_shutdown_has_failed(start_gateway: StartGateway, says: Says) -> None:
+    running = await start_gateway(says(delay_seconds=0.05))
+    response_id = await begun(running, stream=False, num_tokens=1000)
+    await running.settle(lambda: running.workers[0].num_running == 1)
+    await running.gateway.background.close()
+    response = await ended(running, response_id)
+    assert response["status"] == "failed" and "shut down" in response["error"]["message"]
