@@ -100,6 +100,8 @@ class DiskTier:
         self._writing: BlockHash | None = None
         self._busy = False
         self._closing = False
+        # What was found or begun to be written before the last of them is not wanted any more.
+        self._num_clears = 0
         self.verified = False
         self.counts = DiskCounts()
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,8 +143,9 @@ class DiskTier:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Forgets all blocks, also those that wait to be written."""
+        """Forgets all blocks, also those that are being written or verified, or wait for it."""
         with self._changed:
+            self._num_clears += 1
             self._wanted.clear()
             cleared = list(self._entries)
             self._entries.clear()
@@ -225,6 +228,7 @@ class DiskTier:
                 self.counts.num_skipped += 1
                 return
             self._writing = block_hash
+            num_clears = self._num_clears
         payload, done = found
         path = self._path(block_hash)
         try:
@@ -239,8 +243,11 @@ class DiskTier:
         finally:
             done()
         with self._lock:
-            self._enter(block_hash, tenant)
             self.counts.num_written += 1
+            if num_clears == self._num_clears:
+                self._enter(block_hash, tenant)
+            else:
+                self._deletes.append(block_hash)
 
     def _enter(self, block_hash: BlockHash, tenant: str) -> None:
         """Lists a block; under the lock. The oldest go for it."""
@@ -292,7 +299,7 @@ class DiskTier:
                 self._failed("read", error)
                 continue
             with self._lock:
-                if len(self._entries) < self._max_blocks:
+                if len(self._entries) < self._max_blocks and not self._num_clears:
                     self._enter(block_hash, found.tenant)
                     # Older than anything this life has used.
                     self._entries.move_to_end(block_hash, last=False)

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,6 +157,60 @@ def test_cleared_blocks_leave_index_and_disk(tmp_path: Path) -> None:
     again = Tier(tmp_path)
     assert again.settled() == set()
     again.close()
+
+
+def test_what_is_cleared_while_it_is_verified_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(tmp_path)
+    tier.put(*(h(n) for n in range(6)))
+    tier.settled()
+    tier.close()
+    reading, goes_on = threading.Event(), threading.Event()
+    num_read = 0
+
+    def slow(*arguments: Any) -> Any:
+        nonlocal num_read
+        found = read_block(*arguments)
+        num_read += 1
+        if num_read == 3:
+            reading.set()
+            assert goes_on.wait(10)
+        return found
+
+    monkeypatch.setattr(disk_module, "read_block", slow)
+    again = Tier(tmp_path)
+    assert reading.wait(10)
+    again.tier.clear()
+    # Computed anew, it is no earlier life's.
+    again.put(h("new"))
+    goes_on.set()
+    assert again.settled() == {h("new")}
+    assert [path.name for path in tmp_path.glob("??/*")] == [h("new").hex()]
+    again.close()
+
+
+def test_what_is_cleared_while_it_is_written_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(tmp_path)
+    writing, goes_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        write_block(*arguments)
+        writing.set()
+        assert goes_on.wait(10)
+
+    monkeypatch.setattr(disk_module, "write_block", slow)
+    tier.put(h(1))
+    assert writing.wait(10)
+    tier.tier.clear()
+    goes_on.set()
+    assert tier.settled() == set()
+    assert list(tmp_path.glob("??/*")) == []
+    tier.put(h(1))
+    assert tier.settled() == {h(1)} and tier.read(h(1))
+    tier.close()
 
 
 def test_size_is_bounded_last_used_stays_across_lives(tmp_path: Path) -> None:
