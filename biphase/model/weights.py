@@ -63,7 +63,8 @@ def load_weights(
             "int8" rounds them to int8, one scale for each output. Not a router, nor an embedding that only looks up.
         keep_blocks: leave them in blocks with "none" too, for an executor that decodes them as it goes.
         packing: how a quantised safetensors checkpoint packs its matrices.
-        keep_packed: leave those as they are; else they are decoded to `dtype`, or from there rounded to int8.
+        keep_packed: leave those as they are, but for routers and what is looked up in; else they are decoded to
+            `dtype`, or from there rounded to int8.
 
     Raises:
         ModelLoadError: a file is truncated, a tensor is missing or of another shape or encoding than needed.
@@ -73,22 +74,22 @@ def load_weights(
     interleaved = source.kind == "gguf" and source.gguf().metadata["general.architecture"] in INTERLEAVED_ROPE
     weights: dict[str, Weight] = {}
     for name, place in places.items():
+        part = name.rsplit(".", 1)[-1]
+        multiplies = len(place.shape) == 2 and part != "router" and (part != "embed" or spec.tie_word_embeddings)
         if isinstance(place, PackedPlace):
             packed = place.read(lambda entry: _bytes_of(entry, maps))
-            if keep_packed:
+            if keep_packed and part not in ("router", "embed"):
                 weights[name] = packed.to(device)
                 continue
             weight = packed.dequantise(dtype).to(device)
-            weights[name] = to_channels(weight) if quantization == "int8" else weight
+            weights[name] = to_channels(weight) if multiplies and quantization == "int8" else weight
             continue
-        part = name.rsplit(".", 1)[-1]
         num_heads = 0
         if interleaved and part in ("q", "q_bias"):
             num_heads = spec.num_heads
         elif interleaved and part in ("k", "k_bias"):
             num_heads = spec.num_kv_heads
         wanted = torch.float32 if part.endswith("norm") else dtype
-        multiplies = len(place.shape) == 2 and part != "router" and (part != "embed" or spec.tie_word_embeddings)
         in_blocks = quantization == "gguf" or (keep_blocks and quantization == "none")
         if multiplies and in_blocks and place.entry.encoding in PACKED_ENCODINGS:
             weights[name] = QuantisedMatrix(place.entry.encoding, _rows(place, maps, num_heads), place.shape[1])

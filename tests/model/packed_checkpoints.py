@@ -170,8 +170,14 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
 }
 
 
-def save_packed(kind: str, folder: Path, family: str = "llama", **changes: Any) -> tuple[Path, Path]:
-    """The packed checkpoint, and one of the plain weights that it stands for."""
+def save_packed(
+    kind: str, folder: Path, family: str = "llama", ending: str | tuple[str, ...] = "_proj.weight", **changes: Any
+) -> tuple[Path, Path]:
+    """The packed checkpoint, and one of the plain weights that it stands for.
+
+    Args:
+        ending: of the names of the tensors that are packed.
+    """
     plain = save_tiny(family, folder / "plain", **(SIZES | changes))
     packed = folder / "packed"
     shutil.copytree(plain, packed)
@@ -179,7 +185,7 @@ def save_packed(kind: str, folder: Path, family: str = "llama", **changes: Any) 
     tensors = load_file(plain / "model.safetensors")
     shipped = dict(tensors)
     for name, weight in tensors.items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(ending):
             continue
         matrix = pack(weight)
         del shipped[name]

@@ -94,6 +94,26 @@ def test_int8_rounds_what_was_decoded(tmp_path: Path) -> None:
             assert torch.equal(weight.values, other.values)
 
 
+@pytest.mark.parametrize("kind", ["fp8 blocks", "awq"])
+def test_routers_and_tables_are_decoded_wherever_they_come_packed(kind: str, tmp_path: Path) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "vocab_size": 256}
+    ending = ("_proj.weight", "mlp.gate.weight", "embed_tokens.weight")
+    packed, plain = save_packed(kind, tmp_path, "qwen3_moe", ending, tie_word_embeddings=False, **experts)
+    expected = transformers_logits(plain)
+    found = logits(load_model(resolve_model(str(packed)), "float32"), native=False)
+    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    rounded = load_model(resolve_model(str(packed)), "float32", quantization="int8").weights
+    kept = load_model(resolve_model(str(packed)), "float32", keep_packed=True).weights
+    wanted = load_model(resolve_model(str(plain)), "float32").weights
+    for name in ("embed", "layers.0.router"):
+        other = wanted[name]
+        assert isinstance(other, torch.Tensor)
+        for weight in (rounded[name], kept[name]):
+            assert isinstance(weight, torch.Tensor)
+            torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-7)
+    assert isinstance(rounded["layers.0.q"], ChannelMatrix) and isinstance(kept["layers.0.q"], PackedMatrix)
+
+
 GPTQ = KINDS["gptq"][0]
 COMPRESSED = KINDS["compressed fp8 channels"][0]
 
