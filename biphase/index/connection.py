@@ -16,14 +16,21 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
 
 from biphase.errors import ConfigError
+from biphase.telemetry.events import event_logger
+
+log = event_logger(__name__)
 
 # What a call on a client may raise when the server is away, refuses or hangs. Cancellation is none of them.
 REDIS_FAILURES = (RedisError, RedisClusterException, OSError, TimeoutError)
 
 Client: TypeAlias = Redis
+
+# What this process was refused so far, in the server's words; no more than these are kept, and told.
+_refusals: set[str] = set()
+_MAX_REFUSALS = 64
 
 _SCHEMES = "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
 
@@ -93,6 +100,20 @@ class _MasterPool(SentinelConnectionPool):
         await super().aclose()
         for client in self.sentinel_manager.sentinels:
             await client.aclose()
+
+
+def tell_refusal(error: BaseException) -> None:
+    """For whoever goes on after one of REDIS_FAILURES: says once, by name, what the server's ACL does not let us do.
+
+    It looks like an outage to those who call, and never passes by itself.
+    """
+    words = str(error)
+    # Of a script's own calls it is told as an error of the script.
+    if not isinstance(error, NoPermissionError) and "ACL failure" not in words:
+        return
+    if words not in _refusals and len(_refusals) < _MAX_REFUSALS:
+        _refusals.add(words)
+        log.error("redis_permission_missing", error=words, help="docs/redis.md: A user with just what is needed")
 
 
 def heed_cancellation() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from biphase.index.connection import REDIS_FAILURES, Client, heed_cancellation
+from biphase.index.connection import REDIS_FAILURES, Client, heed_cancellation, tell_refusal
 from biphase.index.events import START_ID, IndexEvent, IndexKeys, Position, Snapshot, id_order
 from biphase.index.view import Applied, IndexView
 from biphase.request import NodeId
@@ -95,6 +95,7 @@ class IndexFollower:
                     log.info("index_followed", num_holders=len(self._view.holders()))
                 self.available, failures = True, 0
             except REDIS_FAILURES as error:
+                tell_refusal(error)
                 if self.available:
                     log.warning("index_unavailable", error=str(error) or type(error).__name__)
                 self.available = False

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from biphase.index.connection import REDIS_FAILURES, Client, heed_cancellation
+from biphase.index.connection import REDIS_FAILURES, Client, heed_cancellation, tell_refusal
 from biphase.index.events import (
     MAX_STREAM_ENTRIES,
     START_ID,
@@ -157,6 +157,7 @@ class IndexPublisher:
                 self.available, failures = True, 0
                 await asyncio.sleep(self._flush_seconds)
             except REDIS_FAILURES as error:
+                tell_refusal(error)
                 if self.available:
                     log.warning("index_unavailable", node_id=self._node_id, error=str(error) or type(error).__name__)
                 self.available = False
@@ -197,6 +198,7 @@ class IndexPublisher:
                 pipe.delete(self._keys.snapshot(self._node_id))
                 await pipe.execute()
         except REDIS_FAILURES as error:
+            tell_refusal(error)
             log.info("index_farewell_failed", node_id=self._node_id, error=str(error) or type(error).__name__)
 
     def _fold(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from biphase.index.connection import REDIS_FAILURES, Client, heed_cancellation, key
+from biphase.index.connection import REDIS_FAILURES, Client, heed_cancellation, key, tell_refusal
 from biphase.request import NodeId
 from biphase.telemetry.events import event_logger
 
@@ -237,6 +237,7 @@ class Registry:
         try:
             answer = await call
         except REDIS_FAILURES as error:
+            tell_refusal(error)
             if self.available:
                 log.warning("registry_unavailable", during=what, error=str(error) or type(error).__name__)
             self.available = False

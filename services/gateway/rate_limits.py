@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from biphase.errors import OverloadedError
-from biphase.index.connection import REDIS_FAILURES, Client, key
+from biphase.index.connection import REDIS_FAILURES, Client, key, tell_refusal
 from biphase.telemetry.events import event_logger
 from services.gateway.key_file import KeyGrant
 
@@ -156,6 +156,7 @@ class RateLimits:
         try:
             passes, left, left_tokens = await redis.eval(_SCRIPT, 1, name, rpm, tpm, requests, tokens, int(forced))
         except REDIS_FAILURES as error:
+            tell_refusal(error)
             self._paused_until = self._clock() + _PAUSE_SECONDS
             self._on_failure()
             log.warning("rate_limits_unreachable", error=type(error).__name__)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from biphase.index.connection import REDIS_FAILURES, Client, key
+from biphase.index.connection import REDIS_FAILURES, Client, key, tell_refusal
 from biphase.telemetry.events import event_logger
 
 log = event_logger(__name__)
@@ -99,6 +99,7 @@ class ResponseStore:
                 pipe.pexpire(self._key(name), self._milliseconds)
                 await pipe.execute()
         except REDIS_FAILURES as error:
+            tell_refusal(error)
             log.warning("response_store_unreachable", error=type(error).__name__)
             return False
         return True
@@ -119,6 +120,7 @@ class ResponseStore:
         try:
             return list(await redis.lrange(self._key(name), start, -1))
         except REDIS_FAILURES as error:
+            tell_refusal(error)
             log.warning("response_store_unreachable", error=type(error).__name__)
             return []
 
@@ -130,6 +132,7 @@ class ResponseStore:
             try:
                 await self._redis.delete(*map(self._key, names))
             except REDIS_FAILURES as error:
+                tell_refusal(error)
                 log.warning("response_store_unreachable", error=type(error).__name__)
 
     async def ask_cancel(self, response_id: str) -> None:
@@ -144,6 +147,7 @@ class ResponseStore:
             try:
                 await self._redis.set(self._key(name), text, px=self._milliseconds)
             except REDIS_FAILURES as error:
+                tell_refusal(error)
                 log.warning("response_store_unreachable", error=type(error).__name__)
             else:
                 self._forget(name)
@@ -166,6 +170,7 @@ class ResponseStore:
         try:
             value: Any = await self._redis.get(self._key(name))
         except REDIS_FAILURES as error:
+            tell_refusal(error)
             log.warning("response_store_unreachable", error=type(error).__name__)
             return None
         return value.decode() if isinstance(value, bytes) else value

@@ -13,18 +13,23 @@ import pytest
 import redis
 
 from biphase.errors import ConfigError
+from biphase.index import connection
 from biphase.index.connection import connect, key
 from biphase.index.follower import IndexFollower
 from biphase.index.publisher import IndexPublisher
 from biphase.index.registry import NodeRecord, Registry
 from biphase.index.view import IndexView
 from biphase.request import BlockHash, NodeId
+from services.gateway.key_file import KeyGrant, digest_of
+from services.gateway.rate_limits import RateLimitedError, RateLimits
+from services.gateway.response_store import ResponseStore, StoredResponse
 from tests.index.servers import ServerProcess, redis_binary, self_signed
 
 # The commands that biphase needs, for an ACL.
 COMMANDS = (
     "+ping +hello +auth +client|setinfo +select +multi +exec +set +get +getrange +mget +del "
-    "+expire +zadd +zrange +zrem +xadd +xread +xrange +xrevrange +hset +hget +hgetall +hdel"
+    "+expire +zadd +zrange +zrem +xadd +xread +xrange +xrevrange +hset +hget +hgetall +hdel "
+    "+eval +hmget +time +rpush +lrange +pexpire"
 )
 HASHES = [BlockHash(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
 NAMESPACE = b"\x01" * 32
@@ -116,7 +121,57 @@ async def test_password(start_server: StartServer) -> None:
 
 async def test_acl_user_with_just_what_is_needed(start_server: StartServer) -> None:
     server = start_server("port {port}", f"user biphase on >pa/ss ~biphase:* {COMMANDS}", "user default off")
-    await works(f"redis://biphase:pa%2Fss@127.0.0.1:{server.port}")
+    url = f"redis://biphase:pa%2Fss@127.0.0.1:{server.port}"
+    await works(url)
+    await gateway_works(url)
+
+
+async def gateway_works(url: str) -> None:
+    """Uses everything that gateways do beyond registry and index. What fails there is gone on without."""
+    client = connect(url)
+    unchecked: list[int] = []
+    limits = RateLimits(client, "default", on_failure=lambda: unchecked.append(1))
+    grant = KeyGrant(digest_of("key"), requests_per_minute=1, tokens_per_minute=100)
+    assert await limits.take(grant, requests=1, tokens=10) is not None
+    with pytest.raises(RateLimitedError):
+        await limits.take(grant, requests=1)
+    await limits.debit(grant, 5)
+    assert unchecked == []
+    store, other = (ResponseStore(client, "default", seconds=60) for _ in range(2))
+    response = StoredResponse({"id": "r", "output": []}, [], [], "me")
+    assert await store.put(response) and await other.get("r", "me") == response
+    for events, anew in (([b"a\n\n"], False), ([b"b\n\n"], False), ([b"a\n\n", b"b\n\n", b"c\n\n"], True)):
+        assert await store.append_events("r", events, anew=anew)
+    assert await other.events("r", 1) == [b"b\n\n", b"c\n\n"]
+    await store.ask_cancel("r")
+    assert await other.is_cancel_asked("r")
+    await store.delete("r")
+    assert await other.get("r", "me") is None and await other.events("r", 0) == []
+    await client.aclose()
+
+
+def test_the_documented_user_may_do_what_the_tested_one_may() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
+    documented = text.partition("~biphase:* ")[2].partition("\n\n")[0]
+    assert documented.split() == COMMANDS.split()
+
+
+@pytest.mark.parametrize("missing", ["eval", "hmget", "rpush"])
+async def test_what_the_user_may_not_do_is_told_by_name_and_once(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(connection, "_refusals", set())
+    monkeypatch.setattr(connection.log, "error", lambda event, **fields: told.append(f"{event} {fields['error']}"))
+    commands = COMMANDS.replace(f"+{missing} ", "")
+    server = start_server("port {port}", f"user biphase on >pass ~biphase:* {commands}", "user default off")
+    client = connect(f"redis://biphase:pass@127.0.0.1:{server.port}")
+    grant = KeyGrant(digest_of("key"), requests_per_minute=10)
+    for _ in range(2):
+        await RateLimits(client, "default").take(grant, requests=1)
+        await ResponseStore(client, "default", seconds=60).append_events("r", [b"a\n\n"])
+    assert len(told) == 1 and "redis_permission_missing" in told[0] and missing in told[0], told
+    await client.aclose()
 
 
 async def test_tls(start_server: StartServer, tmp_path: Path) -> None:
