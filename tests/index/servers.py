@@ -17,10 +17,17 @@ def redis_binary() -> str | None:
     return os.environ.get("BIPHASE_TEST_REDIS_SERVER") or shutil.which("redis-server")
 
 
+# A node of a cluster listens ten thousand ports higher too.
+_MAX_PORT = 55_535
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port <= _MAX_PORT:
+            return port
 
 
 class ServerProcess:
