@@ -90,8 +90,9 @@ class StoreServicer(blocks_pb2_grpc.BlockHolderServicer):
         endpoint = Endpoint.from_proto(request.endpoint)
         self.num_offers_running += 1
         try:
-            region = await self._store.region_for_offer(endpoint.layout)
-            taken = await region.take(endpoint, request.lease_id, request.blocks, request.tenant or COMMON_TENANT)
+            with tracing.serving("store offer", {"biphase.num_blocks": len(request.blocks)}):
+                region = await self._store.region_for_offer(endpoint.layout)
+                taken = await region.take(endpoint, request.lease_id, request.blocks, request.tenant or COMMON_TENANT)
         finally:
             self.num_offers_running -= 1
         return blocks_pb2.OfferResponse(

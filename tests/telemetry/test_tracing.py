@@ -39,7 +39,8 @@ def _chat(stack: Stack, traceparent: str) -> Any:
 def test_one_trace_over_all_processes(stack: Stack, collector: Collector) -> None:
     trace_id, client_span = secrets.token_hex(16), secrets.token_hex(8)
     answer = _chat(stack, f"00-{trace_id}-{client_span}-01")
-    received = collector.trace(trace_id, PHASES)
+    # The block store reads what came of it once it is answered.
+    received = collector.trace(trace_id, PHASES | {"store offer"})
     by_id = {span.span_id: (service, span) for service, span in received}
 
     def parent_of(name: str, of: str) -> tuple[str, str]:
@@ -58,6 +59,7 @@ def test_one_trace_over_all_processes(stack: Stack, collector: Collector) -> Non
     assert parent_of("handoff", "biphase-decode") == ("biphase-decode", "generate")
     assert parent_of("prefill", "biphase-prefill") == ("biphase-decode", "generate")
     assert {service for service, span in received if span.name == "prefill chunk"} == {"biphase-prefill"}
+    assert {service for service, span in received if span.name == "store offer"} == {"biphase-kvstore"}
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano for _, span in received)
     told = attributes("chat tiny")
     assert told["gen_ai.request.model"] == "tiny" and told["gen_ai.response.id"] == answer["id"]
