@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from biphase.engine import EngineEvent, Finished, Reserved, Tokens
@@ -53,12 +54,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             await worker.prepare(request)
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.monotonic() + remaining
-            async for answer in self._run(request, message, deadline, span):
-                yield answer
+            # Closed before the span ends, whoever leaves: a call that is cancelled between two answers would otherwise
+            # leave its generator, and what that tells last, to the garbage collector.
+            async with aclosing(self._run(request, message, deadline, span)) as answers:
+                async for answer in answers:
+                    yield answer
 
     async def _run(
         self, request: Request, message: decode_pb2.GenerateRequest, deadline: float | None, span: Span
-    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[decode_pb2.GenerateResponse, None]:
         worker = self._worker
         candidates = list(message.prefill_candidates)
         queue: EventQueue = asyncio.Queue()
@@ -130,11 +134,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     if event.stop_token_id is not None:
                         finish.stop_token_id = event.stop_token_id
                     self._log_finished(request, report, event)
-                    yield decode_pb2.GenerateResponse(finish=finish, report=report)
                     worker.offer(
                         request,
                         report.num_cached_tokens + report.num_prefill_cached_tokens + report.num_external_tokens,
                     )
+                    yield decode_pb2.GenerateResponse(finish=finish, report=report)
                     return
         finally:
             tell_phases(
