@@ -8,13 +8,15 @@ to the others and counted: nothing here holds a block, and no allocation waits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from biphase.cache.block_pool import BlockPool
 from biphase.index.placement import RUN_BLOCKS
 from biphase.request import BlockHash
 
+_NO_LIMITS: Mapping[str, int] = MappingProxyType({})
 # The oldest cached blocks, which `allocate` takes next: this share of the pool, within bounds.
 _WINDOW_SHARE = 8
 _MIN_WINDOW, _MAX_WINDOW = 16, 512
@@ -45,7 +47,7 @@ class EvictionWatch:
 
     Args:
         owner: the store that blocks of a run belong to, by the run's first block.
-        is_stored: whether that store is known to hold a block.
+        is_stored: whether any store is known to hold a block.
     """
 
     def __init__(
@@ -83,10 +85,14 @@ class EvictionWatch:
         for block in self._blocks.values():
             block.was_offered = False
 
-    def due(self, limit: int) -> DueBlocks | None:
+    def due(self, limit: int, limits: Mapping[str, int] = _NO_LIMITS) -> DueBlocks | None:
         """What to offer now: the oldest block that ought to be, and others for the same store and of the same tenant.
 
         None as long as blank blocks are left for a while.
+
+        Args:
+            limit: at most so many blocks.
+            limits: of single stores, where less; those with 0 are left alone.
         """
         self.forget_evicted()
         if self._pool.num_free - self._pool.num_cached >= self._window:
@@ -101,8 +107,11 @@ class EvictionWatch:
                 block.was_offered = True
                 continue
             owner = self._owner(block.run)
+            if limits.get(owner, limit) <= 0:
+                continue
             if not found:
                 store, tenant = owner, block.tenant
+                limit = min(limit, limits.get(owner, limit))
             if (owner, block.tenant) == (store, tenant):
                 found.append((block.run, block.index, block_hash))
             if len(found) == limit:

@@ -262,7 +262,6 @@ class BlockOffers:
         if lives != {(record.node_id, record.incarnation) for record in self._present.values()}:
             # What one of them has refused or lost may be another's to take.
             self.evictions.forget_offers()
-            self._paused.clear()
             self._limits.clear()
         self._present = present
         return bool(present)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from biphase.index.placement import rank
 from biphase.index.registry import NodeRecord
 from biphase.request import BlockHash, NodeId
 from biphase.rpc.client import ChannelPool
@@ -135,14 +137,20 @@ class SilentStore(blocks_pb2_grpc.BlockHolderServicer):
         return blocks_pb2.OfferResponse()
 
 
-@pytest.fixture
-async def silent_store() -> AsyncIterator[tuple[SilentStore, str]]:
-    server, servicer = grpc.aio.server(), SilentStore()
+@contextlib.asynccontextmanager
+async def serving(servicer: SilentStore) -> AsyncIterator[tuple[SilentStore, str]]:
+    server = grpc.aio.server()
     blocks_pb2_grpc.add_BlockHolderServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield servicer, f"127.0.0.1:{port}"
     await server.stop(None)
+
+
+@pytest.fixture
+async def silent_store() -> AsyncIterator[tuple[SilentStore, str]]:
+    async with serving(SilentStore()) as served:
+        yield served
 
 
 async def test_a_store_that_freezes_holds_a_quarter_until_somebody_waits(
@@ -164,6 +172,77 @@ async def test_a_store_that_freezes_holds_a_quarter_until_somebody_waits(
     offering.pool.release(taken)
     # What nobody read is not lost for as long as it stands here.
     assert under_offer <= set(offering.pool.committed_hashes())
+
+
+async def test_a_store_that_freezes_holds_as_much_of_a_chain_that_has_just_ended(
+    offering: Offering, silent_store: tuple[SilentStore, str]
+) -> None:
+    servicer, address = silent_store
+    offering.has_store(address, "frozen")
+    offering.ended(chain("a", 40))
+    await eventually(lambda: servicer.num_offered > 0)
+    assert offering.pool.num_used == servicer.num_offered == 16
+    offering.is_waiting = True
+    await eventually(lambda: offering.pool.num_used == 0, seconds=1.0)
+    assert offering.offers.counts.num_given_up_blocks == 16
+    # A chain comes back as it was, its end the first to go; and the store is asked nothing for a while.
+    oldest = [block_hash for _, block_hash in offering.pool.oldest_cached(64)]
+    assert oldest == chain("a", 40)[::-1]
+    offering.ended(chain("b", 1))
+    await asyncio.sleep(0.5)
+    assert servicer.num_offered == 16 and offering.pool.num_used == 0
+
+
+async def test_a_store_that_is_paused_keeps_nothing_from_the_others(
+    offering: Offering, silent_store: tuple[SilentStore, str], big_store: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("biphase.worker.offers._FAILED_STORE_PAUSE_SECONDS", 60.0)
+    servicer, address = silent_store
+    names = [NodeId("frozen"), NodeId("well")]
+    of_frozen, of_well = (
+        next(name for name in "abcdefgh" if rank(chain(name, 1)[0], names)[0] == store) for store in names
+    )
+    offering.ended(chain(of_frozen, 10))
+    for name in (of_well, "more"):
+        offering.ended(chain(name, 20))
+    offering.stored.update(chain("more", 20))
+    offering.has_store(address, "frozen")
+    offering.has_store(big_store.process._rpc.address, "well")
+    await eventually(lambda: servicer.num_offered > 0)
+    assert not await held(big_store, chain(of_well, 20))
+    # Given up, the frozen one is left alone; its blocks remain the oldest.
+    offering.is_waiting = True
+    await eventually(lambda: offering.offers.counts.num_given_up_blocks > 0)
+    offering.is_waiting = False
+    await eventually(lambda: offering.offers.counts.num_evicted_blocks_offered > 0)
+    assert await held(big_store, chain(of_well, 20))
+    assert servicer.num_offered == 10
+
+
+class SlowStore(SilentStore):
+    """Slower than anybody has patience for when many blocks are offered at once."""
+
+    async def Offer(self, request: blocks_pb2.OfferRequest, context: Any) -> blocks_pb2.OfferResponse:
+        if len(request.blocks) > 4:
+            return await super().Offer(request, context)
+        self.num_offered += len(request.blocks)
+        return blocks_pb2.OfferResponse(num_stored=len(request.blocks))
+
+
+async def test_what_takes_too_long_is_offered_in_smaller_parts(
+    offering: Offering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("biphase.worker.offers._FAILED_STORE_PAUSE_SECONDS", 0.1)
+    # Quick enough on a busy machine: only what never ends is given up.
+    monkeypatch.setattr("biphase.worker.offers._PATIENCE_SECONDS", 0.5)
+    async with serving(SlowStore()) as (_, address):
+        for name in "abcd":
+            offering.ended(chain(name, 16))
+        # There always is somebody.
+        offering.is_waiting = True
+        offering.has_store(address)
+        await eventually(lambda: offering.offers.counts.num_stored_blocks >= 8)
+    assert offering.offers.counts.num_given_up_blocks >= 16 + 8
 
 
 async def test_a_burst_takes_what_it_needs_and_the_loss_is_counted(offering: Offering, big_store: RunningStore) -> None:
