@@ -22,7 +22,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Ite
     """One of each service, with traces and JSON logs."""
     folder = tmp_path_factory.mktemp("model")
     model = save_tokenizer(save_tiny("llama", folder, vocab_size=MODEL_VOCAB_SIZE, max_position_embeddings=2048))
-    flags = ("--served-model-name", "tiny", "--num-blocks", "256", "--log-format", "json", "--log-level", "debug")
+    flags: tuple[str, ...] = (
+        "--served-model-name",
+        "tiny",
+        "--num-blocks",
+        "256",
+        "--log-format",
+        "json",
+        "--log-level",
+        "debug",
+    )
     # Whether a prompt is handed off shall not depend on how quick this machine is.
     flags = (*flags, "--decode-args=--max-slow-local-tokens 0")
     template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"

@@ -149,7 +149,7 @@ def test_what_cannot_be_collected_is_said(caplog: pytest.LogCaptureFixture) -> N
             return ()
 
     registry = CollectorRegistry()
-    registry.register(Broken())  # type: ignore[arg-type]
+    registry.register(Broken())
     server = MetricsServer(registry, "127.0.0.1", 0)
     try:
         with pytest.raises(urllib.error.HTTPError) as refused:
