@@ -6,15 +6,13 @@ Pure state. Who asks the process, and when, is nodes.py. The numbers that routin
 
 from __future__ import annotations
 
-import time
+import math
 
 from biphase.rpc.v1 import node_pb2
 from services.gateway.routing.policy import NodeView
 
 # So many probes may fail before a node gets no new work.
 TOLERATED_PROBES = 2
-# After a failed call a node is left alone for so long, unless a probe shows it well.
-_SUSPEND_SECONDS = 1.0
 
 
 class Node:
@@ -191,6 +189,6 @@ class Node:
         return self.is_ready and now >= self.suspended_until
 
     def suspend(self) -> None:
-        """A call to it failed: leave it alone until it has answered a probe, or for a moment."""
-        self.suspended_until = time.monotonic() + _SUSPEND_SECONDS
+        """A call to it failed: leave it alone until it has answered a probe."""
+        self.suspended_until = math.inf
         self.failed_probes = max(self.failed_probes, 1)

@@ -93,7 +93,7 @@ class NodeDirectory:
     async def _monitor(self, node: Node) -> None:
         stub: Any = node_pb2_grpc.NodeStub(self._channels.get(node.address))
         while True:
-            before = node.state
+            before = node.state, node.suspended_until
             try:
                 await self._probe(node, stub)
             except grpc.aio.AioRpcError as error:
@@ -103,7 +103,7 @@ class NodeDirectory:
                     log.warning("node_unreachable", node=node.node_id, address=node.address, reason=reason)
                     # Whoever answers here next may be another process.
                     node.info = None
-            if node.state != before:
+            if (node.state, node.suspended_until) != before:
                 self.on_change()
             # Nodes that are not there, or in doubt, are asked more often: requests may be waiting for the answer.
             well = node.info is not None and not node.failed_probes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable
 
 import httpx
@@ -164,6 +165,9 @@ async def test_a_prefill_worker_that_was_silent_gets_no_work_for_a_moment(
     assert (await running.chat()).status_code == 200
     usable = [node.incarnation for node in running.gateway.nodes.usable("prefill")]
     assert usable == [prefills[1].incarnation]
+    # Only an answer ends it: a frozen worker does not come back by itself.
+    (silent,) = (node for node in running.gateway.nodes.nodes if node.incarnation == prefills[0].incarnation)
+    assert not silent.is_usable(time.monotonic() + 60)
     decode.report.ClearField("silent_prefill_incarnations")
     await running.settle(lambda: len(running.gateway.nodes.usable("prefill")) == 2)
 
