@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # How often it is checked, while waiting, whether waiting still makes sense.
 _LOOK_SECONDS = 0.5
+# A wait that ends so much too late was no wait for the candidate: this process itself got no processor.
+_LAG_SECONDS = 0.1
 
 PrefillCall: TypeAlias = grpc.aio.UnaryStreamCall
 
@@ -119,11 +121,19 @@ class Attempt:
         else:
             seconds = self._handoff.patience.accept_seconds(is_last=self._is_last)
         deadline = time.monotonic() + seconds
+        was_late = False
         try:
             while not read.done():
                 patience = self._handoff.patience_seconds()
                 left = min(_LOOK_SECONDS, deadline - time.monotonic(), _LOOK_SECONDS if patience is None else patience)
+                asked = time.monotonic()
                 await asyncio.wait({read}, timeout=max(left, 0.001))
+                now = time.monotonic()
+                lag = now - asked - max(left, 0.001)
+                if lag > _LAG_SECONDS and not was_late:
+                    # What came meanwhile is still on its way through this process: it gets as long again, once.
+                    was_late, deadline = True, max(deadline, now) + lag
+                    continue
                 if not read.done():
                     self._look(lease, deadline, seconds)
             message = read.result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -129,6 +130,23 @@ async def test_silent_is_who_says_nothing_and_not_who_refuses(
         answer = await client.generate(prompt(3, 300), [gone, candidate(prefill)])
         assert (answer.report.prefill_node_id, answer.report.num_prefill_failures) == ("prefill-0", 1)
         assert list(answer.report.silent_prefill_incarnations) == (["s"] if error is None else [])
+
+
+async def test_who_overslept_distrusts_nobody(
+    workers: tuple[Worker, Worker, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, _, client = workers
+    accept_seconds = Patience.accept_seconds
+
+    def oversleep(patience: Patience, *, is_last: bool) -> float:
+        # As soon as it waits for the answer, this process gets no processor.
+        asyncio.get_running_loop().call_soon(time.sleep, 1.5)
+        return accept_seconds(patience, is_last=is_last)
+
+    monkeypatch.setattr(Patience, "accept_seconds", oversleep)
+    gone = decode_pb2.PrefillCandidate(node_id="gone", incarnation="s", address=f"127.0.0.1:{free_port()}")
+    answer = await client.generate(prompt(4, 300), [candidate(prefill), gone])
+    assert (answer.report.prefill_node_id, answer.report.num_prefill_failures) == ("prefill-0", 0)
 
 
 @pytest.mark.parametrize("accepts", [False, True])
