@@ -152,13 +152,16 @@ def prefill_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=used)
 
 
-def prefill_tiles(head_dim: int, group: int, itemsize: int) -> tuple[int, int, int, int]:
+def prefill_tiles(head_dim: int, group: int, itemsize: int, fp8: bool) -> tuple[int, int, int, int]:
     """(query rows, keys in a tile, warps, stages) for a kernel whose tiles fit shared memory; reasoned, not tuned."""
     wide = padded(head_dim) * itemsize
     rows = padded(group, 128 if wide <= 256 else 64)
     if itemsize > 2:
         rows = padded(group, 32)
     tile = 64 if wide <= 256 else 32
+    if fp8 and wide > 128:
+        # Codes are made values in registers, in 32 bits on the way: half the tile over twice the warps, or they spill.
+        return padded(group, 64 if itemsize <= 2 else 32), 32, 8, 2
     # Wide heads are spread over more warps, or their sums do not fit the registers.
     return rows, tile, 8 if rows >= 128 or wide > 256 else 4, 3 if wide <= 256 else 2
 
@@ -200,7 +203,7 @@ def paged_prefill_attention(
         return out
     group = num_heads // num_kv_heads
     own, exponents, strides = cache_layer(kv_cache, layer)
-    rows, tile, warps, stages = prefill_tiles(dim, group, q.element_size())
+    rows, tile, warps, stages = prefill_tiles(dim, group, q.element_size(), kv_cache.dtype == FP8_DTYPE)
     parts = num_tokens // (rows // group) + num_seqs
     prefill_kernel[(parts, num_kv_heads)](
         q, own, exponents, out, block_tables, query_start_loc, seq_lens, scale, softcap, num_seqs,

@@ -106,14 +106,16 @@ def second_store() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def test_two_stores_share_a_chain_and_a_lost_one_costs_its_share(second_store: list[subprocess.Popen[bytes]]) -> None:
-    with running_stack(*FLAGS, "--kvstore-args", "--capacity 512MiB") as stack:
+    token = {"BIPHASE_SERVICE_TOKEN": "what lets the second store in too"}
+    with running_stack(*FLAGS, "--kvstore-args", "--capacity 512MiB", environ=token) as stack:
         wait_for(lambda: valkey_socket(stack) is not None)
         second_store.append(
             subprocess.Popen(
                 [
                     sys.executable, "-m", "services.kvstore", "--node-id", "kvstore-1", "--capacity", "512MiB",
                     "--redis-url", f"unix://{valkey_socket(stack)}",
-                ]
+                ],
+                env={**os.environ, **token},
             )
         )  # fmt: skip
         wait_for(lambda: len(stack.nodes("kvstore")) == 2)
