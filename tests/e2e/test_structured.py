@@ -48,7 +48,12 @@ HOSTILE: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def forming_stack() -> Iterator[Stack]:
-    with running_stack("--prefill", "1", "--decode", "2", "--kvstore", "false", "--max-model-len", "1024") as stack:
+    """Every prompt crosses, however short and however busy the machine: the grammar's state has to cross with it."""
+    with running_stack(
+        "--prefill", "1", "--decode", "2", "--kvstore", "false", "--max-model-len", "1024",
+        "--gateway-args", "--max-busy-local-tokens 0",
+        "--decode-args", "--max-local-suffix-tokens 0 --max-slow-local-tokens 0",
+    ) as stack:  # fmt: skip
         yield stack
 
 
