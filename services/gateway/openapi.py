@@ -79,6 +79,10 @@ _ROUTES: dict[tuple[str, str], tuple[dict[str, Any] | None, tuple[int, ...]]] = 
         _object({"node": "string", "incarnation": "string", "state": "string"}),
         (*_BODY, 401, 404, 429, 500, 501, 503, 504),
     ),
+    ("get", "/metrics/targets"): (
+        {"type": "array", "items": _object({"targets": "array", "labels": "object"})},
+        (401,),
+    ),
     ("get", "/version"): (_object({"version": "string"}), ()),
     ("get", "/load"): (_object({"server_load": "integer"}), ()),
     ("get", "/status"): (

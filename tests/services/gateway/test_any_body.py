@@ -28,6 +28,7 @@ _VALID: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 2},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [1, 2]},
+    "/drain": {"node": "decode-0"},
 }
 # Words that mean something somewhere, so that values get past the first look.
 _WORDS = st.sampled_from(
