@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +17,13 @@ from tests.chaos.cluster import ChaosCluster, running_cluster, save_model
 from tests.chaos.load import Asker, Question
 from tests.chaos.rolling import SECURED, Load, bring_back, plan, restart, take_away
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+LONG = int(os.environ.get("CHAOS_FAULTS", "25")) >= 200
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.skipif(not LONG, reason="a minute and a half: part of `make chaos`, and `make rolling` is all of it"),
+]
 
 ADMIN = "the key of whoever runs this"
 
