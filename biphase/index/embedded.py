@@ -8,7 +8,6 @@ launcher has no event loop.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -16,16 +15,15 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from biphase.children import dies_with_parent
 from biphase.errors import ConfigError, UnavailableError
 
 _PREFIX = "biphase-valkey-"
-_PR_SET_PDEATHSIG = 1
 # sockaddr_un.sun_path holds 108 bytes with its final zero.
 _MAX_SOCKET_PATH_BYTES = 107
 
@@ -46,21 +44,6 @@ def server_binary() -> Path:
         return Path(get_binary_path())
     except Exception as error:
         raise ConfigError(f"no embedded Valkey for this platform ({error}): give --redis-url a server") from error
-
-
-def _dies_with_parent() -> Callable[[], None]:
-    """A hook for the child between fork and exec. Everything it needs is looked up before the fork."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-    sigterm = int(signal.SIGTERM)
-
-    def hook() -> None:
-        # SIGTERM, not SIGKILL: the server then unlinks its socket.
-        prctl(_PR_SET_PDEATHSIG, sigterm, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return hook
 
 
 def sweep_stale_folders(parent: Path) -> int:
@@ -144,7 +127,8 @@ class EmbeddedValkey:
                 cwd=self._folder,
                 # Away from the terminal's process group: Ctrl-C is the launcher's to handle, in its order.
                 start_new_session=True,
-                preexec_fn=_dies_with_parent(),
+                # SIGTERM, not SIGKILL: the server then unlinks its socket.
+                preexec_fn=dies_with_parent(signal.SIGTERM),
             )
         self._wait_until_ready(timeout_seconds)
 

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence, Set
 
 from biphase.index.events import HASH_BYTES
-from biphase.index.holder_sets import NOBODY, Holders, HolderSets, Slot
+from biphase.index.holder_sets import NOBODY, Change, Holders, HolderSets, Slot
 from biphase.request import BlockHash
 
 _NUM_SHARDS = 64
@@ -49,25 +49,19 @@ class BlockTable:
 
     def store(self, slot: Slot, keys: Sequence[int]) -> int:
         """Adds a holder to blocks. Returns to how many that were not its own already."""
-        larger = self._sets.with_slot(slot)
-        count = 0
-        for key in keys:
-            shard = self._shards[key % _NUM_SHARDS]
-            before = shard.get(key, NOBODY)
-            after = larger[before]
-            if after != before:
-                shard[key] = after
-                count += 1
-        return count
+        return self._change(self._sets.with_slot(slot), keys)
 
     def remove(self, slot: Slot, keys: Sequence[int]) -> int:
         """Takes a holder away from blocks. Returns from how many that were its own."""
-        smaller = self._sets.without_slot(slot)
+        return self._change(self._sets.without_slot(slot), keys)
+
+    def _change(self, change: Change, keys: Sequence[int]) -> int:
+        """Changes the holders of blocks. Returns of how many they are others now."""
         count = 0
         for key in keys:
             shard = self._shards[key % _NUM_SHARDS]
             before = shard.get(key, NOBODY)
-            after = smaller[before]
+            after = change[before]
             if after != before:
                 _put(shard, key, after)
                 count += 1

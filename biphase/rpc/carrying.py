@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from biphase.rpc.metadata import Metadata
 from biphase.telemetry import context
 
 REQUEST_ID_KEY = "biphase-request-id"
@@ -24,35 +25,11 @@ def clean_traceparent(text: str) -> str:
     return text if _TRACEPARENT.fullmatch(text) else ""
 
 
-class CarryingChannel:
-    """A channel each of whose calls carries the caller's request.
-
-    Not a grpc interceptor: those put a task of their own between a streaming call and its caller.
-    """
-
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
-
-    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        return _carrying(self._channel.unary_unary(method, *args, **options))
-
-    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        return _carrying(self._channel.unary_stream(method, *args, **options))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
-
-
-def _carrying(call: Any) -> Callable[..., Any]:
-    def carry(*args: Any, metadata: Any = None, **options: Any) -> Any:
-        request_id, traceparent = context.request_id.get(), context.traceparent.get()
-        if _REQUEST_ID.fullmatch(request_id):
-            metadata = (*(metadata or ()), (REQUEST_ID_KEY, request_id))
-        if traceparent:
-            metadata = (*(metadata or ()), (TRACEPARENT_KEY, traceparent))
-        return call(*args, metadata=metadata, **options)
-
-    return carry
+def carried(method: str) -> Metadata:
+    """For a MetadataChannel: the caller's request, as it is when the call is made."""
+    request_id, traceparent = context.request_id.get(), context.traceparent.get()
+    pairs: Metadata = ((REQUEST_ID_KEY, request_id),) if _REQUEST_ID.fullmatch(request_id) else ()
+    return (*pairs, (TRACEPARENT_KEY, traceparent)) if traceparent else pairs
 
 
 class RequestCarrier(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import grpc
 
-from biphase.rpc.carrying import CarryingChannel
+from biphase.rpc.carrying import carried
+from biphase.rpc.metadata import MetadataChannel
 from biphase.rpc.trust import OPEN, Trust
 
 _OPTIONS = (
@@ -41,7 +42,7 @@ class ChannelPool:
     def get(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = CarryingChannel(self._trust.aio_channel(address, _OPTIONS))
+            channel = self._channels[address] = MetadataChannel(self._trust.aio_channel(address, _OPTIONS), carried)
         return channel
 
     async def forget(self, address: str) -> None:

@@ -13,6 +13,7 @@ import grpc
 
 from biphase.errors import UnauthorizedError
 from biphase.rpc.errors import abort_with
+from biphase.rpc.metadata import Metadata
 from biphase.rpc.token import PROOF_METADATA_KEY, ProofChecker, ServiceToken
 from biphase.telemetry.events import event_logger
 
@@ -21,41 +22,9 @@ log = event_logger(__name__)
 _LOG_SECONDS = 1.0
 
 
-class ProvingChannel:
-    """A channel, aio or not, each of whose calls carries a fresh proof.
-
-    Not a grpc interceptor: those put a task of their own between a streaming call and its caller.
-    """
-
-    def __init__(self, channel: Any, token: ServiceToken) -> None:
-        self._channel = channel
-        self._token = token
-
-    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        return _Proving(self._channel.unary_unary(method, *args, **options), method, self._token)
-
-    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        return _Proving(self._channel.unary_stream(method, *args, **options), method, self._token)
-
-    def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        return _Proving(self._channel.stream_unary(method, *args, **options), method, self._token)
-
-    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        return _Proving(self._channel.stream_stream(method, *args, **options), method, self._token)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
-
-
-class _Proving:
-    def __init__(self, call: Any, method: str, token: ServiceToken) -> None:
-        self._call = call
-        self._method = method
-        self._token = token
-
-    def __call__(self, *args: Any, metadata: Any = None, **options: Any) -> Any:
-        proof = (PROOF_METADATA_KEY, self._token.prove_call(self._method))
-        return self._call(*args, metadata=(*(metadata or ()), proof), **options)
+def proving(token: ServiceToken) -> Callable[[str], Metadata]:
+    """For a MetadataChannel: a fresh proof for each call."""
+    return lambda method: ((PROOF_METADATA_KEY, token.prove_call(method)),)
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]

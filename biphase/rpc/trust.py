@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 
 from biphase.errors import ConfigError
-from biphase.rpc.guard import CallGuard, ProvingChannel
+from biphase.rpc.guard import CallGuard, proving
+from biphase.rpc.metadata import MetadataChannel
 from biphase.rpc.tls import Tls
 from biphase.rpc.token import ServiceToken
 from biphase.settings import TrustSettings
@@ -48,7 +49,7 @@ class Trust:
         else:
             options = (*options, *self.tls.channel_options())
             channel = grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=options)
-        return channel if self.token is None else ProvingChannel(channel, self.token)
+        return channel if self.token is None else MetadataChannel(channel, proving(self.token))
 
     def blocking_channel(self, address: str) -> Any:
         """For short-lived callers without an event loop. Has to be closed."""
@@ -56,7 +57,7 @@ class Trust:
             channel = grpc.insecure_channel(address)
         else:
             channel = grpc.secure_channel(address, self.tls.channel_credentials(), options=self.tls.channel_options())
-        return channel if self.token is None else ProvingChannel(channel, self.token)
+        return channel if self.token is None else MetadataChannel(channel, proving(self.token))
 
 
 # Anybody may come: tests, and processes that listen on loopback and were given nothing.

@@ -21,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from biphase.errors import ConfigError
 from biphase.rpc.server import join_address, reachable_host
 from biphase.telemetry.events import event_logger
+from biphase.telemetry.settings import MetricsSettings
 
 log = event_logger(__name__)
 
@@ -54,6 +55,17 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def serve_metrics(registry: CollectorRegistry, settings: MetricsSettings) -> MetricsServer | None:
+    """Where and whether the settings say.
+
+    Raises:
+        ConfigError: as MetricsServer.
+    """
+    if settings.metrics_port is None:
+        return None
+    return MetricsServer(registry, settings.metrics_host, settings.metrics_port)
 
 
 class _Server(ThreadingMixIn, HTTPServer):

@@ -42,6 +42,8 @@ class EndedRead(Protocol):
     def seconds(self) -> float: ...
     @property
     def transport(self) -> str: ...
+    @property
+    def error_code(self) -> str: ...
 
 
 class HolderMetrics:
@@ -63,15 +65,11 @@ class HolderMetrics:
         )
         self._set = MetricSet(self.registry, role, constants, read, read_off)
 
-    def read_ended(self, result: EndedRead, error_code: str) -> None:
-        """One read of blocks has ended. From any thread.
-
-        Args:
-            error_code: "" when every block was verified.
-        """
+    def read_ended(self, result: EndedRead) -> None:
+        """One read of blocks has ended. From any thread."""
         get, transport = self._set.get, result.transport
-        if error_code:
-            get("biphase:transfer_errors", code=error_code).inc()
+        if result.error_code:
+            get("biphase:transfer_errors", code=result.error_code).inc()
         for outcome, blocks in (("verified", result.verified), ("stale", result.stale), ("corrupt", result.corrupt)):
             if blocks:
                 get("biphase:transfer_blocks", transport=transport, outcome=outcome).inc(len(blocks))

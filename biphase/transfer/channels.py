@@ -69,6 +69,11 @@ class ReadResult:
     # None exactly when every block was verified.
     error: BiphaseError | None
 
+    @property
+    def error_code(self) -> str:
+        """Of the error; "" when there is none."""
+        return "" if self.error is None else self.error.code.value
+
 
 @dataclass(slots=True)
 class ReadProgress:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from biphase.cache.memory import BlockMemory, SharedRegion
-from biphase.errors import ConfigError, TransferFailedError
+from biphase.errors import ConfigError
 from biphase.transfer import frames
 from biphase.transfer.frames import FrameError, Kind, Status
 from biphase.transfer.handshake import PATTERN_BYTES, test_pattern
@@ -69,15 +69,8 @@ class NixlHost:
             deadline = time.monotonic() + _PATTERN_SECONDS
             sock.send_bytes(frames.pack_json(Kind.AGENT, said), deadline)
             _expect(sock, Kind.DONE, deadline)
-        while True:
-            sock.wait_readable()
-            deadline = time.monotonic() + PIN_SECONDS
-            try:
-                first = sock.recv(1, deadline)
-            except TransferFailedError:
-                return  # Between two reads everybody may leave.
-            header = first + sock.recv(frames.HEADER_BYTES - 1, deadline)
-            kind, length = frames.unpack_header(header, frames.MAX_PIN_BYTES)
+        while (header := sock.next_header(PIN_SECONDS, frames.MAX_PIN_BYTES)) is not None:
+            kind, length, deadline = header
             if kind is not Kind.PIN:
                 raise FrameError(f"a {kind.name} frame in place of PIN")
             self._pin(sock, deadline, *frames.unpack_read(sock.recv(length, deadline), frames.MAX_PIN_BLOCKS))

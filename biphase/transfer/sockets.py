@@ -123,6 +123,26 @@ class DeadlineSocket:
         kind, length = unpack_header(self.recv(HEADER_BYTES, deadline), max_bytes)
         return kind, self.recv(length, deadline)
 
+    def next_header(self, seconds: float, max_bytes: int) -> tuple[Kind, int, float] | None:
+        """Waits, for ever, for the next frame of a peer that may leave between two of them.
+
+        Args:
+            seconds: that the frame, and what is said to it, may take from its first byte on.
+
+        Returns:
+            Kind and length of the frame, and its deadline; None when the peer has left.
+
+        Raises:
+            FrameError, TransferFailedError: as `recv_frame`.
+        """
+        self.wait_readable()
+        deadline = time.monotonic() + seconds
+        try:
+            first = self.recv(1, deadline)
+        except TransferFailedError:
+            return None
+        return *unpack_header(first + self.recv(HEADER_BYTES - 1, deadline), max_bytes), deadline
+
     def wait_readable(self) -> None:
         """Waits, for ever and without using the processor, for bytes, the end of the stream, or `abort`."""
         poll = select.poll()

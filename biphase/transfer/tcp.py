@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from biphase.cache.memory import BlockMemory
-from biphase.errors import TransferFailedError
 from biphase.transfer import frames
 from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, Tick, sort_out
 from biphase.transfer.endpoint import Endpoint
@@ -140,15 +139,8 @@ class BlockSender:
         Raises:
             TransferFailedError: it went in the middle of something, was too slow, or sent nonsense.
         """
-        while True:
-            sock.wait_readable()
-            deadline = time.monotonic() + BATCH_SECONDS
-            try:
-                first = sock.recv(1, deadline)
-            except TransferFailedError:
-                return  # Between two reads everybody may leave.
-            rest = sock.recv(frames.HEADER_BYTES - 1, deadline)
-            kind, length = frames.unpack_header(first + rest, frames.MAX_READ_BYTES)
+        while (header := sock.next_header(BATCH_SECONDS, frames.MAX_READ_BYTES)) is not None:
+            kind, length, deadline = header
             if kind is not Kind.READ:
                 raise FrameError(f"a {kind.name} frame in place of READ")
             self._send(sock, *frames.unpack_read(sock.recv(length, deadline)))

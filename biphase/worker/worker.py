@@ -24,11 +24,11 @@ from biphase.rpc.server import Registration, RpcServer, reachable_host
 from biphase.rpc.trust import trust_of
 from biphase.rpc.v1 import blocks_pb2_grpc, node_pb2, node_pb2_grpc
 from biphase.telemetry.events import event_logger
-from biphase.telemetry.exposition import MetricsServer
+from biphase.telemetry.exposition import MetricsServer, serve_metrics
 from biphase.telemetry.holder_metrics import WorkerMetrics
 from biphase.transfer.holder import BlockHolderServicer
 from biphase.transfer.leases import LeaseTable
-from biphase.transfer.reader import BlockReader, ReadResult
+from biphase.transfer.reader import BlockReader
 from biphase.transfer.server import BlockServer
 from biphase.worker.bridge import EngineBridge
 from biphase.worker.cluster import ClusterMembership
@@ -82,7 +82,7 @@ class Worker:
             by_speed=settings.transport_choice == "speed",
             trust=self._trust,
         )
-        self.reader.observe = self._read_ended
+        self.reader.observe = self.metrics.read_ended
         self._metrics_server: MetricsServer | None = None
         # What made this worker stop by itself; None while it is well.
         self.failure: BiphaseError | None = None
@@ -133,12 +133,7 @@ class Worker:
             ],
             trust=self._trust,
         )
-        metrics_address = ""
-        if self.settings.metrics_port is not None:
-            self._metrics_server = MetricsServer(
-                self.metrics.registry, self.settings.metrics_host, self.settings.metrics_port
-            )
-            metrics_address = self._metrics_server.address
+        self._metrics_server = serve_metrics(self.metrics.registry, self.settings)
         self.identity = WorkerIdentity(
             node_id=self.node_id,
             role=self.role,
@@ -150,7 +145,7 @@ class Worker:
             num_blocks=core.pool.num_blocks,
             max_num_seqs=core.scheduler_config.max_num_seqs,
             max_num_batched_tokens=core.scheduler_config.max_num_batched_tokens,
-            metrics_address=metrics_address,
+            metrics_address="" if self._metrics_server is None else self._metrics_server.address,
         )
         self.cluster = ClusterMembership(
             self.settings.redis_url, self.settings.cluster, self.identity, core.pool, self._record
@@ -239,9 +234,6 @@ class Worker:
             self.reader.peers(),
             block_counters(self.offers, self.prefixes.counts),
         )
-
-    def _read_ended(self, result: ReadResult) -> None:
-        self.metrics.read_ended(result, "" if result.error is None else result.error.code.value)
 
     def _record(self) -> NodeRecord:
         return self.identity.record(self._state, node_load(self.engine.stats()))

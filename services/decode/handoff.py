@@ -220,8 +220,6 @@ class Handoff:
 
     def patience_seconds(self) -> float | None:
         """How much longer it is worth waiting for the first token; None: as long as it takes."""
-        if self._request.num_uncached_tokens > self.patience.max_local_tokens:
-            return None
         stats = self.worker.engine.stats()
         seconds = self.patience.prefill_seconds(
             self._request.num_uncached_tokens, stats.prefill_tokens_per_second, is_decoding=stats.num_running > 0
@@ -259,9 +257,8 @@ class Handoff:
 
     def took(self, result: ReadResult) -> None:
         if len(self.spans) < _MAX_READS_TOLD and (result.num_bytes or result.error is not None):
-            code = "" if result.error is None else result.error.code.value
             started = time.monotonic() - result.seconds
-            self._note("read", self.worker.node_id, started, num_bytes=result.num_bytes, error_code=code)
+            self._note("read", self.worker.node_id, started, num_bytes=result.num_bytes, error_code=result.error_code)
         self._counts.num_bytes += result.num_bytes
         self._counts.read_seconds += result.seconds
         if result.transport != "none":

@@ -35,9 +35,8 @@ from biphase.rpc.server import RpcServer
 from biphase.rpc.trust import require_fence, trust_of
 from biphase.rpc.v1 import blocks_pb2_grpc, node_pb2, node_pb2_grpc
 from biphase.telemetry.events import event_logger
-from biphase.telemetry.exposition import MetricsServer
+from biphase.telemetry.exposition import MetricsServer, serve_metrics
 from biphase.telemetry.holder_metrics import HolderMetrics
-from biphase.transfer.channels import ReadResult
 from services.kvstore.metrics import readings
 from services.kvstore.region import Identity, cancel
 from services.kvstore.servicer import StoreServicer
@@ -71,7 +70,7 @@ class StoreProcess:
         self.store = BlockStore(settings, Identity(self.node_id, self.incarnation, self._trust), self._publisher)
         self._servicer = StoreServicer(self.store, lambda: self._state == "ready", settings.max_offers)
         self.metrics = HolderMetrics("kvstore", self.node_id, lambda: readings(self.store, self._servicer))
-        self.store.observe_read = self._read_ended
+        self.store.observe_read = self.metrics.read_ended
         self._metrics_server: MetricsServer | None = None
         self._state = "starting"
         self._started = time.monotonic()
@@ -98,10 +97,7 @@ class StoreProcess:
             ],
             trust=self._trust,
         )
-        if self._settings.metrics_port is not None:
-            self._metrics_server = MetricsServer(
-                self.metrics.registry, self._settings.metrics_host, self._settings.metrics_port
-            )
+        self._metrics_server = serve_metrics(self.metrics.registry, self._settings)
         self.store.start()
         self._state = "ready"
         self._tasks.add(asyncio.create_task(self._sweep_forever()))
@@ -212,9 +208,6 @@ class StoreProcess:
             if endpoint is None
             else TransferAddress(endpoint.tcp_address, endpoint.transports, endpoint.shm_address, endpoint.host_id),
         )
-
-    def _read_ended(self, result: ReadResult) -> None:
-        self.metrics.read_ended(result, "" if result.error is None else result.error.code.value)
 
     def _announce_ready(self) -> None:
         line = {

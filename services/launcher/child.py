@@ -6,7 +6,6 @@ Owns a single run of a process; when to run it again is the supervisor's busines
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -16,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from biphase.children import dies_with_parent
+
 # Longest output line that is passed on whole.
 _MAX_LINE_BYTES = 1 << 20
 # What a child prints before it is ready is held this long: if it ends, those lines are the reason.
@@ -95,7 +95,7 @@ class Child:
                 pass_fds=(write_fd,),
                 # A process group of its own: Ctrl-C reaches the launcher alone, which ends the rest in order.
                 process_group=0,
-                preexec_fn=_dies_with_parent(),
+                preexec_fn=dies_with_parent(),
                 limit=_MAX_LINE_BYTES,
             )
         except BaseException:
@@ -188,18 +188,3 @@ class Child:
         held, self._held = self._held, []
         for line in held:
             self._on_line(self.spec.name, line)
-
-
-def _dies_with_parent() -> Callable[[], None]:
-    """A hook for the child between fork and exec. Everything it needs is looked up before the fork."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-    sigkill = int(signal.SIGKILL)
-
-    def hook() -> None:
-        prctl(_PR_SET_PDEATHSIG, sigkill, 0, 0, 0)
-        if os.getppid() != parent:
-            # The parent died between fork and prctl.
-            os._exit(1)
-
-    return hook

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.children import dies_with_parent
+from biphase.children import dies_with_parent
 
 
 class ServiceProcess:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.children import dies_with_parent
+from biphase.children import dies_with_parent
 
 
 def free_port() -> int:
