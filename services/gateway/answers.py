@@ -17,7 +17,7 @@ from services.gateway.frames.text import DONE, event, to_json
 from services.gateway.frames.usage import Usage
 from services.gateway.generation import GenerationRun
 from services.gateway.http_errors import object_of
-from services.gateway.keep_alive import first_of, kept_alive
+from services.gateway.keep_alive import first_of, give_up, kept_alive
 from services.gateway.sequence_text import Delta
 from services.gateway.sse import EventStream, SlowReaders
 
@@ -60,7 +60,7 @@ async def streamed_answer(
 
     first = await first_of(deltas, receive, keep_alive_seconds)
     events = _events(run, frames, first, deltas)
-    return EventStream(kept_alive(events, keep_alive_seconds) if keep_alive_seconds else events, readers)
+    return EventStream(kept_alive(events, keep_alive_seconds), readers)
 
 
 async def _events(
@@ -94,9 +94,7 @@ async def _events(
         log.exception("stream_failed", request_id=run.generation.request_id)
         yield event(object_of(InternalError("Internal server error."))) + DONE
     finally:
-        if not first.done():
-            first.cancel()
-            await asyncio.wait({first})
+        await give_up(first)
         await deltas.aclose()  # type: ignore[attr-defined]
 
 

@@ -112,9 +112,13 @@ class SequenceStream:
         self.num_moves = 0
         # A later worker was given output to go on from: its report is about more than the prompt.
         self.has_moved_output = False
-        self.admitted_time: float | None = None
         # Every placement so far, the newest last.
         self.attempts: list[Attempt] = []
+
+    @property
+    def admitted_time(self) -> float | None:
+        """When it got its first place, monotonic."""
+        return self.attempts[0].started if self.attempts else None
 
     @property
     def entered_time(self) -> float:
@@ -160,7 +164,7 @@ class SequenceStream:
             return None
         self._ticket.preferred = self.decode_incarnation
         self._ticket.moved = self.has_moved_output = True
-        if self._placement is not None and self.attempts:
+        if self._placement is not None:
             self.attempts[-1].ended = time.monotonic()
         self._release()
         self._output.extend(token_ids)
@@ -177,7 +181,7 @@ class SequenceStream:
             # recorded stays for long.
             self.report = common_pb2.RequestReport()
             self.report.CopyFrom(message.report)
-            if self.report.spans and self.attempts:
+            if self.report.spans:
                 self.attempts[-1].spans = self.report.spans
         if message.token_ids:
             if self._placement is not None:
@@ -198,12 +202,9 @@ class SequenceStream:
         except TimeoutError:
             raise DeadlineExceededError("The request waited for a worker until its time was over.") from None
         self._dispatcher.num_running += 1
-        now = time.monotonic()
-        if self.admitted_time is None:
-            self.admitted_time = now
         placement = self._placement
         prefills = tuple(node.node_id for node in placement.prefills)
-        self.attempts.append(Attempt(now, placement.decode.node_id, prefills, placement.decision))
+        self.attempts.append(Attempt(time.monotonic(), placement.decode.node_id, prefills, placement.decision))
         request = decode_pb2.GenerateRequest(
             request_id=self._spec.request_id,
             token_ids=self._spec.token_ids,
@@ -279,7 +280,7 @@ class SequenceStream:
             BiphaseError: it cannot be moved.
         """
         placement = self._placement
-        if placement is not None and self.attempts:
+        if placement is not None:
             self.attempts[-1].ended, self.attempts[-1].error_code = time.monotonic(), str(error.code)
         self._release()
         if isinstance(error, CancelledError):

@@ -43,15 +43,25 @@ async def first_of(items: AsyncIterator[T], receive: Receive, patience_seconds: 
         if first.done():
             first.result()
     except BaseException:
-        first.cancel()
-        await asyncio.wait({first})
+        await give_up(first)
         await items.aclose()  # type: ignore[attr-defined]
         raise
     return first
 
 
-async def kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """The events, and a comment whenever there was none for so long."""
+async def give_up(task: asyncio.Task[T]) -> None:
+    """Cancels it unless it is over, and returns when it is."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
+    """The events, and a comment whenever there was none for so long; 0: none ever."""
+    return _with_comments(events, seconds) if seconds else events
+
+
+async def _with_comments(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
     pending: asyncio.Task[bytes] | None = None
     try:
         while True:
@@ -67,7 +77,6 @@ async def kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> Asy
             pending = None
             yield part
     finally:
-        if pending is not None and not pending.done():
-            pending.cancel()
-            await asyncio.wait({pending})
+        if pending is not None:
+            await give_up(pending)
         await events.aclose()

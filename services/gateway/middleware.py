@@ -21,8 +21,8 @@ from services.gateway.rate_limits import RateLimitedError, RateLimits
 from services.gateway.recorder import Recorder
 
 REQUEST_ID_HEADER = "x-request-id"
-# Beside everything under /v1.
-_GUARDED_PATHS = frozenset({"/reset_prefix_cache"})
+# Beside everything under /v1. Status tells who asked for how much, and where the nodes are.
+_GUARDED_PATHS = frozenset({"/metrics/targets", "/reset_prefix_cache", "/status"})
 _TEXT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 
 
@@ -66,7 +66,7 @@ class Authentication:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (_is_guarded(scope["path"]) or scope["path"] in _GUARDED_PATHS):
+        if scope["type"] == "http" and (_is_api(scope["path"]) or scope["path"] in _GUARDED_PATHS):
             try:
                 grant = self._keys.check(Headers(scope=scope).get("authorization"))
                 scope.setdefault("state", {})["grant"] = grant
@@ -151,7 +151,7 @@ class OpenRequests:
         self._recorder = recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not _is_guarded(scope["path"]):
+        if scope["type"] != "http" or scope["method"] != "POST" or not _is_api(scope["path"]):
             await self._app(scope, receive, send)
             return
         self._recorder.num_open += 1
@@ -161,6 +161,5 @@ class OpenRequests:
             self._recorder.num_open -= 1
 
 
-def _is_guarded(path: str) -> bool:
-    # Status tells who asked for how much, and where the nodes are.
-    return path in ("/v1", "/status", "/metrics/targets") or path.startswith("/v1/")
+def _is_api(path: str) -> bool:
+    return path == "/v1" or path.startswith("/v1/")

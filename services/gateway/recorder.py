@@ -219,11 +219,13 @@ class Recorder:
         return [self._told(item) for item in itertools.takewhile(lambda item: item.number > after, newest)]
 
     def _told(self, item: _Finished) -> dict[str, Any]:
-        record = item.record
-        told = item.row | {
-            "number": item.number,
+        return item.row | {"number": item.number} | self._way(item.record, item.end)
+
+    def _way(self, record: SequenceRecord, until: float) -> dict[str, Any]:
+        """Where its time went up to then, and where it was sent."""
+        told: dict[str, Any] = {
             "arrival_time": round(self._epoch + record.arrival, 3),
-            "timeline": timeline(record.arrival, record.entered, record.attempts, record.first_token, item.end),
+            "timeline": timeline(record.arrival, record.entered, record.attempts, record.first_token, until),
         }
         if record.attempts:
             told["routing"] = decision_object(record.attempts[-1])
@@ -242,16 +244,14 @@ class Recorder:
         told: dict[str, Any] = {
             "request_id": record.request_id,
             "endpoint": record.endpoint,
-            "arrival_time": round(self._epoch + record.arrival, 3),
             "num_prompt_tokens": record.num_prompt_tokens,
             "num_output_tokens": record.num_output_tokens,
             "seconds": round(now - record.arrival, 4),
             "ttft_seconds": None if record.first_token is None else round(record.first_token - record.arrival, 4),
-            "timeline": timeline(record.arrival, record.entered, record.attempts, record.first_token, now),
+            **self._way(record, now),
         }
         if record.client_id:
             told["client_request_id"] = record.client_id
         if record.attempts:
-            told["routing"] = decision_object(record.attempts[-1])
             told["num_moves"] = num_lost(record.attempts)
         return told

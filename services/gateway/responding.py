@@ -17,7 +17,7 @@ from services.gateway.frames.choice import Choice
 from services.gateway.frames.responses import ResponseFrames
 from services.gateway.frames.text import to_json
 from services.gateway.generation import GenerationRun
-from services.gateway.keep_alive import first_of, kept_alive
+from services.gateway.keep_alive import first_of, give_up, kept_alive
 from services.gateway.key_file import KeyGrant
 from services.gateway.rate_limits import RateLimits
 from services.gateway.response_events import EventLog
@@ -113,7 +113,7 @@ async def streamed_response(
 
     first = await first_of(deltas, receive, keep_alive_seconds)
     events = _events(run, frames, keeping, first, deltas)
-    return EventStream(kept_alive(events, keep_alive_seconds) if keep_alive_seconds else events, readers)
+    return EventStream(kept_alive(events, keep_alive_seconds), readers)
 
 
 async def _events(
@@ -144,9 +144,7 @@ async def _events(
         events, response = frames.fail(InternalError("Internal server error."))
         yield events
     finally:
-        if not first.done():
-            first.cancel()
-            await asyncio.wait({first})
+        await give_up(first)
         await deltas.aclose()  # type: ignore[attr-defined]
 
 

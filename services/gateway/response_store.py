@@ -99,8 +99,7 @@ class ResponseStore:
                 pipe.pexpire(self._key(name), self._milliseconds)
                 await pipe.execute()
         except REDIS_FAILURES as error:
-            tell_refusal(error)
-            log.warning("response_store_unreachable", error=type(error).__name__)
+            _unreachable(error)
             return False
         return True
 
@@ -120,8 +119,7 @@ class ResponseStore:
         try:
             return list(await redis.lrange(self._key(name), start, -1))
         except REDIS_FAILURES as error:
-            tell_refusal(error)
-            log.warning("response_store_unreachable", error=type(error).__name__)
+            _unreachable(error)
             return []
 
     async def delete(self, response_id: str) -> None:
@@ -132,8 +130,7 @@ class ResponseStore:
             try:
                 await self._redis.delete(*map(self._key, names))
             except REDIS_FAILURES as error:
-                tell_refusal(error)
-                log.warning("response_store_unreachable", error=type(error).__name__)
+                _unreachable(error)
 
     async def ask_cancel(self, response_id: str) -> None:
         """Tells the gateway that runs it, whichever it is."""
@@ -147,8 +144,7 @@ class ResponseStore:
             try:
                 await self._redis.set(self._key(name), text, px=self._milliseconds)
             except REDIS_FAILURES as error:
-                tell_refusal(error)
-                log.warning("response_store_unreachable", error=type(error).__name__)
+                _unreachable(error)
             else:
                 self._forget(name)
                 return
@@ -170,8 +166,7 @@ class ResponseStore:
         try:
             value: Any = await self._redis.get(self._key(name))
         except REDIS_FAILURES as error:
-            tell_refusal(error)
-            log.warning("response_store_unreachable", error=type(error).__name__)
+            _unreachable(error)
             return None
         return value.decode() if isinstance(value, bytes) else value
 
@@ -203,3 +198,8 @@ def _cancel_id(response_id: str) -> str:
 
 def _events_id(response_id: str) -> str:
     return f"{response_id}:events"
+
+
+def _unreachable(error: Exception) -> None:
+    tell_refusal(error)
+    log.warning("response_store_unreachable", error=type(error).__name__)

@@ -8,6 +8,7 @@ from biphase.telemetry import tracing
 from biphase.telemetry.tracing import Span
 from services.gateway.domain import Endpoint, Generation, SequenceSpec
 from services.gateway.recorder import SequenceRecord
+from services.gateway.timeline import stretches
 
 _OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.RESPONSES: "chat", Endpoint.COMPLETIONS: "text_completion"}
 
@@ -41,19 +42,16 @@ def tell_phases(span: Span, record: SequenceRecord, outcome: str, error_code: st
     span.set({"gen_ai.usage.output_tokens": record.num_output_tokens, "gen_ai.response.finish_reasons": (outcome,)})
     if error_code:
         span.fail(error_code)
-    waiting_since = record.entered
-    if waiting_since is not None:
-        span.child("prepare", record.arrival, waiting_since)
+    if record.entered is not None:
+        for phase, start, stop, lost in stretches(record.arrival, record.entered, record.attempts):
+            if lost is None:
+                span.child(phase, start, stop)
+            else:
+                failed = {"biphase.decode_node": lost.decode_node, "error.type": lost.error_code}
+                span.child("migrate", start, stop, failed)
     for attempt in record.attempts:
-        if waiting_since is not None:
-            span.child("queue", waiting_since, attempt.started)
         where = {"biphase.decode_node": attempt.decode_node, "biphase.reason": attempt.decision.reason}
         span.child("route", attempt.started, attempt.started, where)
-        if attempt.ended is not None:
-            waiting_since = attempt.ended
-        if attempt.ended is not None and attempt.error_code:
-            failed = {"biphase.decode_node": attempt.decode_node, "error.type": attempt.error_code}
-            span.child("migrate", attempt.started, attempt.ended, failed)
     if record.first_token is not None:
         span.child("first token", record.arrival, record.first_token)
         span.child("decode", record.first_token, record.last_token or now)

@@ -7,9 +7,9 @@ prompt or an answer is in here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from biphase.rpc.v1 import common_pb2
 from services.gateway.routing.policy import Decision
@@ -32,9 +32,31 @@ class Attempt:
     spans: Sequence[common_pb2.Span] = ()
 
 
+class Stretch(NamedTuple):
+    """`attempt`: the one that was lost."""
+
+    phase: str
+    start: float
+    end: float
+    attempt: Attempt | None = None
+
+
 def num_lost(attempts: Sequence[Attempt]) -> int:
     """Placements that ended in an error."""
     return sum(bool(attempt.error_code) for attempt in attempts)
+
+
+def stretches(arrival: float, entered: float, attempts: Sequence[Attempt]) -> Iterator[Stretch]:
+    """What the gateway saw of a sequence's way to its last place, on its monotonic clock: "prepare" (parse, template,
+    tokens), before each place "queue", and "lost" from a placement to the error that ended it."""
+    yield Stretch("prepare", arrival, entered)
+    waiting_since = entered
+    for attempt in attempts:
+        yield Stretch("queue", waiting_since, attempt.started)
+        if attempt.ended is not None:
+            if attempt.error_code:
+                yield Stretch("lost", attempt.started, attempt.ended, attempt)
+            waiting_since = attempt.ended
 
 
 def decision_object(attempt: Attempt) -> dict[str, Any]:
@@ -57,9 +79,8 @@ def timeline(
 ) -> list[dict[str, Any]]:
     """Phases in order of their start; each has `phase`, `start` and `end`, and what else is known of it.
 
-    The gateway's own: "prepare" (parse, template, tokens), "queue" (waits for a place), "lost" (from the placement to
-    the error that ended it), "decode" (first token to the end). The workers': see Span.phase in common.proto; theirs
-    is called "worker_queue".
+    The gateway's own: those of `stretches`, a last "queue" where it waits again, and "decode" (first token to the end).
+    The workers': see Span.phase in common.proto; their queue is called "worker_queue".
 
     Args:
         entered: when it began to wait for a place; None: it never did.
@@ -74,14 +95,9 @@ def timeline(
 
     if entered is None:
         return phases
-    add("prepare", arrival, entered)
-    waiting_since = entered
+    for phase, start, stop, lost in stretches(arrival, entered, attempts):
+        add(phase, start, stop, node=lost and lost.decode_node, error_code=lost and lost.error_code)
     for attempt in attempts:
-        add("queue", waiting_since, attempt.started)
-        if attempt.ended is not None:
-            if attempt.error_code:
-                add("lost", attempt.started, attempt.ended, node=attempt.decode_node, error_code=attempt.error_code)
-            waiting_since = attempt.ended
         for span in attempt.spans:
             add(
                 "worker_queue" if span.phase == "queue" else span.phase,
@@ -92,7 +108,9 @@ def timeline(
                 bytes=span.num_bytes,
                 error_code=span.error_code,
             )
-    if not attempts or attempts[-1].ended is not None:
+    if not attempts:
+        add("queue", entered, end)
+    elif (waiting_since := attempts[-1].ended) is not None:
         add("queue", waiting_since, end)
     if first_token is not None:
         add("decode", first_token, end, node=attempts[-1].decode_node if attempts else "")

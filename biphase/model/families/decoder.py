@@ -90,6 +90,11 @@ def decoder_spec(config: Config, **changes: Any) -> ModelSpec:
         "eos_token_ids": config.token_ids("eos_token_id"),
         "bos_token_id": next(iter(config.token_ids("bos_token_id")), None),
     } | changes
+    moe = fields.get("moe")
+    if moe is not None and moe.num_experts_per_token > moe.num_experts:
+        raise ModelLoadError(
+            f"config.json: {moe.num_experts_per_token} experts a token, but only {moe.num_experts} exist."
+        )
     if "rope" not in fields:
         fields["rope"] = config.rope(rotary_dim=head_dim)
     return ModelSpec(**fields)

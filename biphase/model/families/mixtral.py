@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from biphase.errors import ModelLoadError
 from biphase.model.config import Config
 from biphase.model.families.decoder import Family, decoder_spec, sliding_windows
 from biphase.model.spec import ModelSpec, MoESpec
@@ -15,10 +14,6 @@ def _spec(config: Config) -> ModelSpec:
         expert_intermediate_size=config.positive("intermediate_size"),
         norm_topk_prob=True,
     )
-    if moe.num_experts_per_token > moe.num_experts:
-        raise ModelLoadError(
-            f"config.json: {moe.num_experts_per_token} experts a token, but only {moe.num_experts} exist."
-        )
     windows = sliding_windows(config, config.integer("sliding_window", 0), lambda layer: True)
     return decoder_spec(config, moe=moe, sliding_windows=windows)
 

@@ -21,8 +21,6 @@ def _spec(config: Config) -> ModelSpec:
         # llama.cpp always renormalises for this architecture and records nothing.
         norm_topk_prob=config.flag("norm_topk_prob", default=config.from_gguf),
     )
-    if moe.num_experts_per_token > num_experts:
-        raise ModelLoadError(f"config.json: {moe.num_experts_per_token} experts a token, but only {num_experts} exist.")
     return decoder_spec(
         config,
         intermediate_size=config.positive("intermediate_size", moe.expert_intermediate_size),

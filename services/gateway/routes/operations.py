@@ -17,7 +17,7 @@ from biphase.errors import UnavailableError
 from biphase.rpc.v1 import node_pb2
 from services.gateway.gateway import Gateway
 from services.gateway.node import Node
-from services.gateway.routes.query import query_flag, query_parameters
+from services.gateway.routes.query import number_of, query_flag, query_parameters
 
 
 def routes(gateway: Gateway) -> APIRouter:
@@ -66,15 +66,10 @@ def routes(gateway: Gateway) -> APIRouter:
 
     @router.get("/status", summary="Nodes and recent requests")
     async def status(request: Request) -> dict[str, Any]:
-        limit, after = (_number(request.query_params.get(name, "")) for name in ("limit", "after"))
+        limit, after = (number_of(request.query_params.get(name, "")) for name in ("limit", "after"))
         return status_object(gateway, 100 if limit is None else limit, after or 0)
 
     return router
-
-
-def _number(text: str) -> int | None:
-    """A count from a query, None when it is none."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None
 
 
 def update_gauges(gateway: Gateway) -> None:

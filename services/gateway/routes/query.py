@@ -25,6 +25,11 @@ def query_flag(request: Request, name: str) -> bool:
     return value in _TRUE
 
 
+def number_of(text: str) -> int | None:
+    """A count of at most 15 digits; None when it is none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 15 else None
+
+
 def query_number(request: Request, name: str) -> int | None:
     """A number of at least 0; None when it is absent.
 
@@ -34,9 +39,10 @@ def query_number(request: Request, name: str) -> int | None:
     value = request.query_params.get(name)
     if value is None:
         return None
-    if not value.isascii() or not value.isdecimal() or len(value) > 15:
+    number = number_of(value)
+    if number is None:
         raise InvalidRequestError(f"{name} must be a number of at least 0, got {shown(value)!r}.", name)
-    return int(value)
+    return number
 
 
 def query_parameters(**kinds: str) -> dict[str, Any]:
