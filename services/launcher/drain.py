@@ -5,18 +5,15 @@ Asks the gateway's POST /drain with the admin key, and watches its /status with 
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from biphase.errors import InvalidRequestError, UnauthorizedError, UnavailableError
 from biphase.settings import API_FLAGS, Flag, boolean, parse_flags, positive_seconds
+from services.launcher.asking import NobodyListensError, RefusedError, ask
 
-_ANSWER_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 # For so long a gateway may give no answer while another process is waited for: it may be restarted meanwhile.
 _PATIENCE_SECONDS = 30.0
@@ -40,10 +37,6 @@ class DrainSettings:
     wait: bool
     admin_key: str
     api_key: tuple[str, ...]
-
-
-class _NobodyListensError(UnavailableError):
-    """The connection was refused."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,7 +78,7 @@ def _wait_until_gone(settings: DrainSettings, incarnation: str, is_gateway: bool
                 return
             silent_since = None
         except UnavailableError as error:
-            if is_gateway and isinstance(error, _NobodyListensError):
+            if is_gateway and isinstance(error, NobodyListensError):
                 return
             # A gateway that is busy, or away for a moment, says nothing of the process.
             now = time.monotonic()
@@ -110,30 +103,13 @@ def _is_there(status: dict[str, Any], incarnation: str) -> bool:
 
 
 def _call(base_url: str, path: str, key: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    url = base_url.rstrip("/") + path
-    headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=_ANSWER_SECONDS) as answer:
-            said: dict[str, Any] = json.load(answer)
-            return said
-    except urllib.error.HTTPError as error:
-        with error:
-            words = _message(error.read(65536)) or f"{url} answered HTTP {error.code}"
-        if error.code == 401:
+        said: dict[str, Any] = ask(base_url, path, key, body)
+        return said
+    except RefusedError as error:
+        words = error.message or f"{base_url.rstrip('/')}{path} answered HTTP {error.status}"
+        if error.status == 401:
             raise UnauthorizedError(words) from error
-        raise (InvalidRequestError if error.code < 500 else UnavailableError)(words) from error
-    except (OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        refused = isinstance(reason, ConnectionRefusedError)
-        kind = _NobodyListensError if refused else UnavailableError
-        raise kind(f"no gateway answers at {base_url} ({reason})") from error
-
-
-def _message(raw: bytes) -> str:
-    try:
-        return str(json.loads(raw)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+        raise (InvalidRequestError if error.status < 500 else UnavailableError)(words) from error
+    except ValueError as error:
+        raise UnavailableError(f"no gateway answers at {base_url} ({error})") from error

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -19,9 +17,9 @@ from rich.table import Table
 
 from biphase.errors import ConfigError, UnauthorizedError, UnavailableError
 from biphase.settings import API_FLAGS, Flag, parse_flags, positive_seconds
+from services.launcher.asking import RefusedError, ask
 from services.launcher.watch import watch
 
-_TIMEOUT_SECONDS = 10.0
 _MAX_REQUESTS_SHOWN = 10
 _PLAIN_WIDTH = 220
 
@@ -84,19 +82,12 @@ def fetch(url: str, api_key: str = "") -> dict[str, Any]:
         UnavailableError: nobody answers there, or something that is no biphase gateway.
         UnauthorizedError: the gateway wants a key.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/status", headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
-            status = json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code == 401:
-                raise UnauthorizedError(f"{url} wants an API key: set BIPHASE_API_KEY") from error
-            raise UnavailableError(f"{url} answered /status with HTTP {error.code}") from error
-    except OSError as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise UnavailableError(f"no gateway answers at {url} ({reason})") from error
+        status = ask(url, "/status", api_key)
+    except RefusedError as error:
+        if error.status == 401:
+            raise UnauthorizedError(f"{url} wants an API key: set BIPHASE_API_KEY") from error
+        raise UnavailableError(f"{url} answered /status with HTTP {error.status}") from error
     except ValueError as error:
         raise UnavailableError(f"{url} is no biphase gateway: {error}") from error
     if not isinstance(status, dict) or not isinstance(status.get("nodes"), list):
