@@ -53,7 +53,9 @@ def event_logger(name: str) -> EventLogger:
     return EventLogger(logging.getLogger(name))
 
 
-class _TextFormatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
+    """One line for people: time, level, component, event, fields."""
+
     def __init__(self, component: str) -> None:
         super().__init__()
         self._component = component
@@ -100,7 +102,7 @@ def configure(component: str, *, log_format: str = "text", level: str = "info") 
         level: "debug", "info", "warning" or "error".
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(component) if log_format == "json" else _TextFormatter(component))
+    handler.setFormatter(_JsonFormatter(component) if log_format == "json" else TextFormatter(component))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

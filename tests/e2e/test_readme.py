@@ -37,6 +37,7 @@ def output_of(*command: str) -> str:
 def test_the_first_curl(readme_stack: Stack) -> None:
     answer = output_of("sh", "-ec", code("sh", "curl", readme_stack))
     assert '"role":"assistant"' in answer
+    assert "The capital of France is Paris." in answer
     assert '"finish_reason":"stop"' in answer
 
 
