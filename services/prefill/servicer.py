@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from biphase.cache.hashing import commit_hash
@@ -68,8 +69,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 )
                 # After the answer: a grammar may take a while to compile, and silence is taken for a frozen worker.
                 await worker.prepare(request)
-                async for answer in self._run(request, lease, queue):
-                    yield answer
+                # Closed first, whoever leaves: what it holds must not wait for the garbage collector.
+                async with aclosing(self._run(request, lease, queue)) as answers:
+                    async for answer in answers:
+                        yield answer
                 done = True
             finally:
                 tell_phases(span, request, worker.node_id, fetches=True)
@@ -95,7 +98,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     async def _run(
         self, request: Request, lease: Lease, queue: EventQueue
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         worker = self._worker
         token_ids = request.all_token_ids
         pins = IoPins(worker.pool)
@@ -148,8 +151,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         finally:
             # Nothing is awaited here: a call that is cancelled while it ends would skip what follows.
             pins.release_after(fetched)
-        yield prefill_pb2.PrefillResponse(done=self._done(request, token_ids, token, prompt_logprobs))
+        done = self._done(request, token_ids, token, prompt_logprobs)
+        # Before the last message: its reader may be gone by the next line.
         worker.offer(request, request.num_cached_tokens + request.num_external_tokens)
+        yield prefill_pb2.PrefillResponse(done=done)
 
     def _done(
         self, request: Request, token_ids: list[int], token: Tokens, prompt_logprobs: list[TokenLogprobs]

@@ -11,10 +11,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from biphase.rpc.v1 import decode_pb2
+from biphase.request import Request
+from biphase.rpc.v1 import decode_pb2, prefill_pb2
 from biphase.worker.worker import Worker
+from services.prefill.servicer import PrefillServicer
 from tests.tiny_models import expected_tokens
-from tests.worker.pair import Client, candidate, no_block_in_use, running_worker
+from tests.worker.pair import Client, candidate, no_block_in_use, running_worker, sampling
 
 DEAD = decode_pb2.PrefillCandidate(node_id="dead", incarnation="x", address="127.0.0.1:1")
 
@@ -161,6 +163,36 @@ async def test_calls_cancelled_while_they_end_leave_no_block(pair: tuple[Worker,
 
     await asyncio.gather(*(hang_up_at_the_end(seed) for seed in range(24)))
     await no_block_in_use(decode)
+    await no_block_in_use(prefill)
+
+
+async def test_a_prefill_whose_reader_leaves_with_its_last_message_offers_its_blocks(
+    pair: tuple[Worker, Worker, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode, _ = pair
+    offered: list[int] = []
+    offer = prefill.offer
+
+    def note(request: Request, num_seen_tokens: int) -> None:
+        offered.append(request.num_prompt_tokens)
+        offer(request, num_seen_tokens)
+
+    monkeypatch.setattr(prefill, "offer", note)
+    message = prefill_pb2.PrefillRequest(
+        request_id="r",
+        token_ids=prompt(1, 40),
+        num_prompt_tokens=40,
+        sampling=sampling(),
+        layout=decode.layout.to_proto(),
+        reader_node_id=decode.node_id,
+        reader_incarnation=decode.incarnation,
+    )
+    # As gRPC leaves it where the call is cancelled while this message is sent.
+    answers = PrefillServicer(prefill).Prefill(message, None)
+    while not (await anext(answers)).HasField("done"):
+        pass
+    await answers.aclose()
+    assert offered == [40]
     await no_block_in_use(prefill)
 
 
