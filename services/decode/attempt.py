@@ -203,10 +203,12 @@ class Attempt:
         return not all(read.done() for read in self._reads)
 
     async def _all_read(self, lease: HeldLease) -> None:
-        while self._are_posted():
+        # Waits also where all are done: what a read brought is taken by its callback, which may be due only now.
+        while self._reads:
             await asyncio.wait(self._reads, timeout=_LOOK_SECONDS)
-            if self._are_posted():
-                self._look(lease, math.inf, 0.0)
+            if not self._are_posted():
+                break
+            self._look(lease, math.inf, 0.0)
         if self._error is not None:
             raise self._error
         if not self._collector.is_complete:

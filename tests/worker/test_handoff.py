@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 
 from biphase.request import Request
 from biphase.rpc.v1 import decode_pb2, prefill_pb2
+from biphase.transfer.channels import ReadResult
+from biphase.transfer.collector import BlockCollector
 from biphase.worker.worker import Worker
 from services.prefill.servicer import PrefillServicer
 from tests.tiny_models import expected_tokens
@@ -53,6 +56,32 @@ async def test_same_tokens_as_transformers(pair: tuple[Worker, Worker, Client], 
     assert report.transfer_bytes == -(-length // 16) * decode.layout.block_bytes
     await no_block_in_use(prefill)
     await no_block_in_use(decode)
+
+
+async def test_reads_that_end_just_before_the_last_message_is_taken_count(
+    pair: tuple[Worker, Worker, Client], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A future is done one turn of the event loop before those who wait for it hear of it."""
+    prefill, _, client = pair
+    reads: list[tuple[Future[ReadResult], asyncio.Future[ReadResult]]] = []
+    commit = BlockCollector.commit
+
+    def wrap_future(job: Future[ReadResult]) -> asyncio.Future[ReadResult]:
+        reads.append((job, asyncio.get_running_loop().create_future()))
+        return reads[-1][1]
+
+    def all_end_now(collector: BlockCollector, num_tokens: int, chain_hash: bytes) -> None:
+        for job, read in reads:
+            read.set_result(job.result(timeout=10))
+        commit(collector, num_tokens, chain_hash)
+
+    monkeypatch.setattr(asyncio, "wrap_future", wrap_future)
+    monkeypatch.setattr(BlockCollector, "commit", all_end_now)
+    tokens = prompt(1, 200)
+    answer = await client.generate(tokens, [candidate(prefill)])
+    assert answer.token_ids == expected_tokens(tiny_llama, [tokens], 8)[0]
+    assert reads
+    assert answer.report.prefill_mode == "remote"
 
 
 async def test_only_the_missing_suffix_travels(pair: tuple[Worker, Worker, Client], tiny_llama: Path) -> None:
