@@ -72,8 +72,11 @@ async def start_kind(
                 workers.append(await stack.enter_async_context(running))
                 clients.append(Client(workers[-1]))
                 stack.push_async_callback(clients[-1].close)
+            # One that looked at the registry just before another's first heartbeat does not know it for a while.
+            node_ids = [worker.node_id for worker in workers]
             for worker in workers:
-                await eventually(lambda worker=worker: bool(worker.cluster.stores()))  # type: ignore[misc]
+                cluster = worker.cluster
+                await eventually(lambda cluster=cluster: bool(cluster.stores()) and all(map(cluster.node, node_ids)))  # type: ignore[misc]
             return Kind(workers[0], workers[1], (clients[0], clients[1]))
 
         yield start
