@@ -10,6 +10,7 @@ TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMP := $(VENV)/.stamp
 KERNELS := kernels/cpu/libbiphase_cpu.so
+STACKS := tests/e2e tests/chaos
 READY := $(STAMP) $(KERNELS)
 
 MAKEFLAGS += --no-print-directory
@@ -50,8 +51,14 @@ $(KERNELS): $(wildcard kernels/cpu/src/*) $(wildcard kernels/cpu/build.py) | $(S
 serve: $(READY)
 	@exec $(BIN)/biphase serve $(MODEL) $(ARGS)
 
+# Tests that start whole stacks have the machine to themselves; the others share it, file by file.
 test: $(READY)
+ifneq ($(strip $(ARGS)),)
 	@$(BIN)/python -m pytest $(ARGS)
+else
+	@$(BIN)/python -m pytest $(STACKS) || failed=1; \
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(STACKS:%=--ignore=%) && exit $${failed:-0}
+endif
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check .

@@ -58,7 +58,6 @@ def generate(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=8,
         max_model_len=MAX_MODEL_LEN,
-        num_threads=1,
         native=native,
     )
     engine = Engine(runner, manager, settings)

@@ -121,7 +121,7 @@ def test_two_stores_share_a_chain_and_a_lost_one_costs_its_share(second_store: l
         wait_for(lambda: len(stack.nodes("kvstore")) == 2)
         time.sleep(1.0)
         # Long enough to be divided: 64 blocks of 16 tokens stay together.
-        prompt = " ".join(f"thing {number} is {number * 3}" for number in range(600))
+        prompt = " ".join(f"thing {number} is {number * 3}" for number in range(300))
         text, _, _ = ask(stack, prompt)
         total = stack.status()["requests"][0]["num_prompt_tokens"] // 16
         wait_for(lambda: stored(stack) >= total - 1)

@@ -106,7 +106,7 @@ def _fuzz_route(client: httpx.Client, path: str, operation: dict[str, Any]) -> N
     fields, declared = sorted(schema["properties"]), set(operation["responses"])
 
     @seed(1)
-    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def post(data: st.DataObject) -> None:
         body = json.dumps(_body_of(data, fields, _VALID[path]))
