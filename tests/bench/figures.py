@@ -4,9 +4,10 @@
                                   [-- flags of biphase serve]
 
 Three tables. Steps: the compiled step by itself, on the bundled model. HTTP: what clients of the whole stack feel,
-aggregated and disaggregated, at 1, 8 and 32 streams of 128 tokens in and 64 out, and prompts of 1,152 tokens. Peers:
-the same load on vLLM, llama.cpp and transformers, where a virtual environment named by --peers has them; a ratio says
-how many times as fast aggregated biphase is.
+aggregated and disaggregated, at 1, 8 and 32 streams of 128 tokens in and 64 out, 16 streams after 1,024 tokens, prompts
+of 1,152 tokens, and such prompts 4 at once with their first 1,024 tokens in common. Peers: the same load on vLLM,
+llama.cpp and transformers, where a virtual environment named by --peers has them; a ratio says how many times as fast
+aggregated biphase is.
 
 The floor of a row is what moving its bytes, or computing its operations, takes at the rates that this run measured.
 With --rounds each HTTP load is repeated, all servers in turn, and the median counts.
@@ -36,8 +37,12 @@ from tests.e2e.stack import running_stack
 PROMPT, OUTPUT, LONG_PROMPT = 128, 64, 1152
 STREAMS = {1: 8, 8: 32, 32: 64}
 LONG_REQUESTS = 8
+# Streams that decode after a long context; requests of which all but the last 128 tokens are shared.
+DEEP, DEEP_STREAMS = 1024, 16
+SHARED, SHARED_REQUESTS, SHARED_STREAMS = 1024, 24, 4
 # Goals through HTTP, aggregated, bf16, on the two cores they were set for; milliseconds or tokens/s.
-GOALS = {"itl 1": 9.0, "itl 8": 14.0, "tokens 32": 750.0, "prefill": 2400.0}
+GOALS = {"itl 1": 9.0, "itl 8": 14.0, "tokens 32": 750.0, "prefill": 2400.0, "deep": 30.0, "shared": 8000.0}
+_DEEP_COLUMN, _SHARED_COLUMN = f"{DEEP_STREAMS} x {DEEP:,}: ITL ms", "shared prefix: prompt tok/s"
 CASES = {
     "decode 1": Case(1, 1, 160),
     "decode 8": Case(8, 1, 160),
@@ -100,10 +105,12 @@ def steps(machine: Machine, seconds: float) -> list[dict[str, object]]:
 
 
 def http_loads(url: str, model: str) -> dict[str, dict[str, float]]:
-    """Figures of one server by load: "1", "8", "32" streams, and "prefill"."""
+    """Figures of one server by load: "1", "8", "32" streams, "prefill", "deep" and "shared"."""
 
-    def load(concurrency: int, requests: int, prompt: int, output: int, seed: int) -> dict[str, object]:
-        given = serving.Load(model, requests, concurrency, prompt, output, 0, seed)
+    def load(
+        concurrency: int, requests: int, prompt: int, output: int, seed: int, shared: int = 0
+    ) -> dict[str, object]:
+        given = serving.Load(model, requests, concurrency, prompt, output, shared, seed)
         found = asyncio.run(serving.run(url, given))
         if found["errors"]:
             print(f"{url}: {found['errors']} of {requests} requests failed: {found['first_error']}", file=sys.stderr)
@@ -125,6 +132,12 @@ def http_loads(url: str, model: str) -> dict[str, dict[str, float]]:
     ttft, took = of["ttft_ms"], of["seconds"]
     assert isinstance(ttft, dict) and isinstance(took, float)
     found["prefill"] = {"ttft_ms": ttft.get("p50", 0.0), "prompt_tokens": LONG_REQUESTS * LONG_PROMPT / took}
+    itl = load(DEEP_STREAMS, DEEP_STREAMS, DEEP, OUTPUT, 98)["itl_ms"]
+    assert isinstance(itl, dict)
+    found["deep"] = {"itl_ms": itl.get("p50", 0.0)}
+    took = load(SHARED_STREAMS, SHARED_REQUESTS, LONG_PROMPT, 16, 97, SHARED)["seconds"]
+    assert isinstance(took, float)
+    found["shared"] = {"prompt_tokens": SHARED_REQUESTS * LONG_PROMPT / took}
     return found
 
 
@@ -179,6 +192,7 @@ def floor_row(machine: Machine) -> dict[str, object]:
         itl = seconds(Case(streams, 1, PROMPT + OUTPUT // 2))
         row |= {f"{streams}: ITL p50/p99 ms": f"{itl * 1e3:.1f}", f"{streams}: tok/s": round(streams / itl)}
     row["prefill tok/s"] = round(LONG_PROMPT / seconds(Case(1, LONG_PROMPT, 0)))
+    row[_DEEP_COLUMN] = f"{seconds(Case(DEEP_STREAMS, 1, DEEP + OUTPUT // 2)) * 1e3:.1f}"
     return row
 
 
@@ -196,6 +210,9 @@ def http_rows(found: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, o
                 f"{streams}: tok/s": round(figures["tokens"]),
             }
         row["prefill tok/s"] = round(of["prefill"]["prompt_tokens"])
+        if "deep" in of:
+            row[_DEEP_COLUMN] = f"{of['deep']['itl_ms']:.1f}"
+            row[_SHARED_COLUMN] = round(of["shared"]["prompt_tokens"])
         rows.append(row)
         if own is not None and not name.startswith("biphase"):
             ratio: dict[str, object] = {"server": "  ratio"}
@@ -207,11 +224,15 @@ def http_rows(found: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, o
                     f"{streams}: tok/s": f"{mine['tokens'] / figures['tokens']:.2f}",
                 }
             ratio["prefill tok/s"] = f"{own['prefill']['prompt_tokens'] / of['prefill']['prompt_tokens']:.2f}"
+            if "deep" in of:
+                ratio[_DEEP_COLUMN] = f"{of['deep']['itl_ms'] / own['deep']['itl_ms']:.2f}"
+                ratio[_SHARED_COLUMN] = f"{own['shared']['prompt_tokens'] / of['shared']['prompt_tokens']:.2f}"
             rows.append(ratio)
     if own is not None:
         rows.append({
             "server": "goal", "1: ITL p50/p99 ms": GOALS["itl 1"], "8: ITL p50/p99 ms": GOALS["itl 8"],
-            "32: tok/s": GOALS["tokens 32"], "prefill tok/s": GOALS["prefill"],
+            "32: tok/s": GOALS["tokens 32"], "prefill tok/s": GOALS["prefill"], _DEEP_COLUMN: GOALS["deep"],
+            _SHARED_COLUMN: GOALS["shared"],
         })  # fmt: skip
     return rows
 

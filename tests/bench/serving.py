@@ -61,7 +61,8 @@ class Load:
 async def run(url: str, load: Load) -> dict[str, object]:
     """Sends the load and returns the figures."""
     timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
+    # A connection for each request: some servers close theirs without a word, and the next request on it is lost.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
         queue = iter(load.prompts())
         streams: list[Stream] = []
