@@ -286,7 +286,7 @@ async def test_no_more_sequences_than_a_worker_takes(start_gateway: StartGateway
 
 async def test_prefill_backlog_holds_requests_in_the_gateway(start_gateway: StartGateway, says: Says) -> None:
     """A request goes out when a prefill worker is about to be free, shortest first among those that wait."""
-    decode = says(first_delay_seconds=0.15)
+    decode = says(first_delay_seconds=0.3)
     running = await start_gateway(decode, says(role="prefill"), max_prefill_backlog_tokens=64, max_busy_local_tokens=0)
 
     async def one(length: int) -> None:
@@ -294,10 +294,9 @@ async def test_prefill_backlog_holds_requests_in_the_gateway(start_gateway: Star
 
     tasks = [asyncio.create_task(one(100))]
     await running.settle(lambda: decode.num_running == 1)
-    for length in (90, 30, 60):
+    for count, length in enumerate((90, 30, 60), 1):
         tasks.append(asyncio.create_task(one(length)))
-        await asyncio.sleep(0.005)
-    assert running.gateway.queue.num_waiting == 3
+        await running.settle(lambda count=count: running.gateway.queue.num_waiting == count)  # type: ignore[misc]
     await asyncio.gather(*tasks)
     assert [len(seen.request.token_ids) for seen in decode.seen] == [100, 30, 60, 90]
 
