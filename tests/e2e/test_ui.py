@@ -163,6 +163,27 @@ def test_a_phone_needs_no_sideways_scrolling(opened: Opened) -> None:
     opened.check()
 
 
+@pytest.mark.parametrize("opened", [(360, 740), (1280, 800), (1440, 900)], indirect=True)
+def test_no_curve_lies_over_a_text(opened: Opened) -> None:
+    """Of the key figures, at their longest: what is drawn has a place of its own."""
+    opened.page.evaluate(
+        "document.querySelectorAll('.tile-value').forEach((one) => { one.textContent = '88.8K tok/s' })"
+    )
+    overlaps = """[...document.querySelectorAll('.tile')].flatMap((tile) => {
+        const curve = tile.querySelector('.spark').getBoundingClientRect();
+        return [...tile.querySelectorAll('span')].filter((text) => {
+            const range = document.createRange();
+            range.selectNodeContents(text);
+            const box = range.getBoundingClientRect();
+            return curve.width && box.right > curve.left && box.left < curve.right
+                && box.bottom > curve.top && box.top < curve.bottom;
+        }).map((text) => text.textContent);
+    })"""
+    assert opened.page.locator(".tile").count() == 6
+    assert opened.page.evaluate(overlaps) == []
+    opened.check()
+
+
 def test_it_says_when_the_gateway_is_away_and_comes_back(opened: Opened) -> None:
     page, expect = opened.page, sync_api.expect
     page.route("**/status*", lambda route: route.abort())
