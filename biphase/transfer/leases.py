@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import itemgetter
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from biphase.telemetry.events import event_logger
+from biphase.transfer.frames import Words
 
 log = event_logger(__name__)
 
@@ -32,11 +35,10 @@ class GenerationTable(Protocol):
     def __getitem__(self, block_id: int, /) -> int: ...
 
 
-def generations_of(table: GenerationTable, block_ids: Sequence[int]) -> list[int]:
-    """The current generations of several blocks; one loop in C, as this is done for every block that is sent."""
-    if len(block_ids) < 2:
-        return [table[block_id] for block_id in block_ids]
-    return list(itemgetter(*block_ids)(table))
+def generations_of(table: GenerationTable, block_ids: Words) -> Words:
+    """The current generations of several blocks, in one step, as this is done for every block that is sent."""
+    values: Words = np.frombuffer(cast(Any, table), np.uint64)[block_ids]
+    return values
 
 
 class HolderPool(Protocol):
@@ -72,6 +74,8 @@ class Lease:
     block_ids: list[int] = field(default_factory=list)
     # The same blocks.
     covered: set[int] = field(default_factory=set)
+    # And again, by block id, once somebody reads through this process: bool [num_blocks].
+    mask: npt.NDArray[np.bool_] | None = None
     # Batches of its blocks that are being sent. The references are kept until there is none, ended or not.
     num_io: int = 0
     is_ended: bool = False
@@ -208,18 +212,21 @@ class LeaseTable:
                 self._draining.remove(lease)
                 self._pool.release(lease.block_ids)
 
-    def current(self, lease: Lease, block_ids: Sequence[int], generations: Sequence[int]) -> list[bool] | None:
+    def current(self, lease: Lease, block_ids: Words, generations: Words) -> list[bool] | None:
         """Which blocks the lease covers and still have that generation; None for all of them, the usual case.
 
         Between `begin_io` and `end_io` only, so that the answer stays true.
         """
-        table, covered = self._pool.generations, lease.covered
-        if covered.issuperset(block_ids) and generations_of(table, block_ids) == generations:
-            return None
-        return [
-            block_id in covered and table[block_id] == generation
-            for block_id, generation in zip(block_ids, generations, strict=True)
-        ]
+        table = self._pool.generations
+        if lease.mask is None:
+            with self._pool.lock:
+                lease.mask = np.zeros(len(table), np.bool_)
+                lease.mask[lease.block_ids] = True
+        known = block_ids < len(table)
+        # What there is no block for is asked of block 0, and refused.
+        places = np.where(known, block_ids, np.uint64(0))
+        current = known & lease.mask[places] & (generations_of(table, places) == generations)
+        return None if current.all() else list(map(bool, current))
 
     def is_open(self, lease_id: str) -> bool:
         with self._pool.lock:
@@ -268,6 +275,8 @@ class LeaseTable:
             self._pool.release(surplus)
         lease.block_ids.extend(fresh)
         lease.covered.update(fresh)
+        if lease.mask is not None:
+            lease.mask[fresh] = True
         for block_id in fresh:
             self._holds[block_id] = self._holds.get(block_id, 0) + 1
 

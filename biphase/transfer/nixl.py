@@ -10,6 +10,9 @@ on, and which blocks may be read, goes over the tcp data connection:
     reader -> holder   DONE    after its READ of the blocks whose status is OK
     holder -> reader           the generations of those blocks, read again
 
+A long read goes in parts, and the next PIN leaves before the READ of the one before it starts: the holder looks after
+it meanwhile. DONE is for the oldest PIN that had a block with status OK; the answers come in the order of the frames.
+
 What NIXL 1.5 does and does not do, as found by trial, decides the rest. It has no blocking wait and no progress of its
 own without a spinning thread, so both sides poll while a transfer is on, the holder too. A frozen peer or a dead link
 is never reported: deadlines are ours. Releasing a transfer that is in progress, or disconnecting its peer, does not
@@ -22,8 +25,11 @@ from __future__ import annotations
 import base64
 import binascii
 import time
+from array import array
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from biphase.cache.memory import SharedRegion
 from biphase.errors import BiphaseError, TransferFailedError
@@ -32,12 +38,26 @@ from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, 
 from biphase.transfer.endpoint import Endpoint
 from biphase.transfer.frames import FrameError, Kind
 from biphase.transfer.handshake import PATTERN_BYTES, introduce, test_pattern
-from biphase.transfer.nixl_agent import POLL_SECONDS, Agent
+from biphase.transfer.nixl_agent import POLL_SECONDS, Agent, BlockIds
 from biphase.transfer.sockets import TICK_SECONDS, DeadlineSocket
 from biphase.transfer.tls import connect
 
 # A reader spins for so long first: most READs over shared memory or RDMA are over by then.
 _SPIN_SECONDS = 0.001
+# A part of a read: enough that what a READ costs beside its bytes does not show.
+_PART_BLOCKS = 2048
+_PART_BYTES = 64 * 1024 * 1024
+
+
+class _Part:
+    """The blocks of one PIN, column by column: NIXL takes arrays as they are, and lists number by number."""
+
+    def __init__(self, blocks: Sequence[ReadRequest]) -> None:
+        self.blocks = blocks
+        self.block_ids = frames.pack_words([block.block_id for block in blocks])
+        self.generations = frames.pack_words([block.generation for block in blocks])
+        self.there = frames.words_of(self.block_ids).astype(np.int32)
+        self.here = np.array(array("i", [block.dest_block_id for block in blocks]))
 
 
 class NixlChannel:
@@ -92,29 +112,38 @@ class NixlChannel:
         self._socket.abort()
 
     def read(self, lease_id: str, blocks: Sequence[ReadRequest], progress: ReadProgress, deadline: float) -> None:
-        for start in range(0, len(blocks), frames.MAX_PIN_BLOCKS):
-            self._read(lease_id, blocks[start : start + frames.MAX_PIN_BLOCKS], progress, deadline)
+        size = max(1, min(_PART_BLOCKS, _PART_BYTES // self._memory.block_bytes))
+        part = self._pin(lease_id, blocks[:size], deadline)
+        # The one before, whose generations are still to come.
+        due = _Part(())
+        for start in range(0, len(blocks), size):
+            more = blocks[start + size : start + 2 * size]
+            following = self._pin(lease_id, more, deadline) if more else None
+            good = sort_out(*self._socket.recv_frame(deadline, frames.MAX_PIN_BLOCKS), part.blocks, progress)
+            if len(good) < len(part.blocks):
+                part = _Part(good)
+            if good:
+                self._transfer(self._local, part.here, self._remote, part.there, deadline)
+                self._socket.send_bytes(frames.pack_header(Kind.DONE, 0), deadline)
+            self._verify(due, progress, deadline)
+            due = part
+            if following is not None:
+                part = following
+        self._verify(due, progress, deadline)
 
-    def _read(self, lease_id: str, blocks: Sequence[ReadRequest], progress: ReadProgress, deadline: float) -> None:
-        sock = self._socket
-        ids, generations = [block.block_id for block in blocks], [block.generation for block in blocks]
-        sock.send_bytes(frames.pack_read(lease_id, ids, generations, Kind.PIN), deadline)
-        good = sort_out(*sock.recv_frame(deadline, frames.MAX_PIN_BLOCKS), blocks, progress)
-        if not good:
+    def _pin(self, lease_id: str, blocks: Sequence[ReadRequest], deadline: float) -> _Part:
+        part = _Part(blocks)
+        self._socket.send_bytes(frames.pack_read(lease_id, part.block_ids, part.generations, Kind.PIN), deadline)
+        return part
+
+    def _verify(self, part: _Part, progress: ReadProgress, deadline: float) -> None:
+        if not part.blocks:
             return
-        self._transfer(
-            self._local,
-            [block.dest_block_id for block in good],
-            self._remote,
-            [block.block_id for block in good],
-            deadline,
-        )
-        sock.send_bytes(frames.pack_header(Kind.DONE, 0), deadline)
-        after = frames.unpack_words(sock.recv(len(good) * frames.WORD_BYTES, deadline))
-        if after == [block.generation for block in good]:
-            progress.verified.extend([block.index for block in good])
+        after = self._socket.recv(len(part.generations), deadline)
+        if after == part.generations:
+            progress.verified.extend([block.index for block in part.blocks])
             return
-        for block, generation in zip(good, after, strict=True):
+        for block, generation in zip(part.blocks, frames.unpack_words(after), strict=True):
             (progress.verified if generation == block.generation else progress.stale).append(block.index)
 
     def _meet(self, num_blocks: int, deadline: float) -> None:
@@ -134,10 +163,11 @@ class NixlChannel:
         self._remote = self._mine.blocks(name, address, self._memory.block_bytes, num_blocks)
         here = self._mine.blocks("", self._scratch.address, PATTERN_BYTES, 1)
         there = self._mine.blocks(name, pattern_address, PATTERN_BYTES, 1)
+        first = np.zeros(1, np.int32)
         # The first connects and is not timed.
         for _ in range(2):
             start = time.perf_counter()
-            self._transfer(here, [0], there, [0], deadline)
+            self._transfer(here, first, there, first, deadline)
             seconds = time.perf_counter() - start
             if self._scratch.view != test_pattern():
                 raise TransferFailedError("the test pattern arrived changed")
@@ -145,7 +175,7 @@ class NixlChannel:
         self.gigabytes_per_second = PATTERN_BYTES / max(seconds, 1e-9) / 1e9
         self._socket.send_bytes(frames.pack_header(Kind.DONE, 0), deadline)
 
-    def _transfer(self, local: Any, here: list[int], remote: Any, there: list[int], deadline: float) -> None:
+    def _transfer(self, local: Any, here: BlockIds, remote: Any, there: BlockIds, deadline: float) -> None:
         """One READ, waited for.
 
         Raises:

@@ -14,11 +14,15 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from biphase.cache.memory import BlockMemory, SharedRegion
 from biphase.errors import ConfigError
 
 # Between two looks: each does all that can be done at once, so the pause costs latency and not speed.
 POLL_SECONDS = 0.00005
+BlockIds = npt.NDArray[np.int32]
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api")
 
 
@@ -57,12 +61,11 @@ class Agent:
 
     def blocks(self, owner: str, address: int, block_bytes: int, num_blocks: int) -> Any:
         """A descriptor list of equal blocks from `address` on; "" is this agent as the reading side."""
-        numpy = importlib.import_module("numpy")
-        strided = numpy.array([[address, block_bytes, 0, block_bytes, num_blocks]], dtype=numpy.uint64)
+        strided = np.array([[address, block_bytes, 0, block_bytes, num_blocks]], np.uint64)
         self._handles.append(self.api.prep_xfer_dlist(owner or "NIXL_INIT_AGENT", strided, "DRAM"))
         return self._handles[-1]
 
-    def start(self, local: Any, here: list[int], remote: Any, there: list[int]) -> tuple[Any, str]:
+    def start(self, local: Any, here: BlockIds, remote: Any, there: BlockIds) -> tuple[Any, str]:
         """Posts a READ of blocks `there` into blocks `here`. Returns its handle and state."""
         handle = self.api.make_prepped_xfer("READ", local, here, remote, there)
         self._handles.append(handle)

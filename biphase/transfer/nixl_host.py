@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from biphase.cache.memory import BlockMemory, SharedRegion
 from biphase.errors import ConfigError
 from biphase.transfer import frames
-from biphase.transfer.frames import FrameError, Kind, Status
+from biphase.transfer.frames import FrameError, Kind, Status, Words
 from biphase.transfer.handshake import PATTERN_BYTES, test_pattern
 from biphase.transfer.leases import HolderPool, LeaseTable, generations_of
 from biphase.transfer.nixl_agent import POLL_SECONDS, Agent
@@ -25,6 +26,18 @@ from biphase.transfer.sockets import DeadlineSocket
 # A reader that pinned blocks and then says nothing for so long is taken for dead.
 PIN_SECONDS = 30.0
 _PATTERN_SECONDS = 10.0
+# One that is being read, one that is next; and one whose DONE is on its way.
+_MAX_PINS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """Blocks that a reader is reading, or about to."""
+
+    block_ids: Words
+    # By then it must have said DONE.
+    deadline: float
+    undo: contextlib.ExitStack
 
 
 class NixlHost:
@@ -69,11 +82,23 @@ class NixlHost:
             deadline = time.monotonic() + _PATTERN_SECONDS
             sock.send_bytes(frames.pack_json(Kind.AGENT, said), deadline)
             _expect(sock, Kind.DONE, deadline)
-        while (header := sock.next_header(PIN_SECONDS, frames.MAX_PIN_BYTES)) is not None:
-            kind, length, deadline = header
-            if kind is not Kind.PIN:
-                raise FrameError(f"a {kind.name} frame in place of PIN")
-            self._pin(sock, deadline, *frames.unpack_read(sock.recv(length, deadline), frames.MAX_PIN_BLOCKS))
+        pins: deque[_Pin] = deque()
+        try:
+            while (header := _next_header(sock, pins)) is not None:
+                kind, length, deadline = header
+                if kind is Kind.PIN and len(pins) < _MAX_PINS:
+                    read = frames.unpack_read(sock.recv(length, deadline), frames.MAX_PIN_BLOCKS)
+                    self._pin(sock, pins, deadline, *read)
+                elif kind is Kind.DONE and pins and not length:
+                    pin = pins.popleft()
+                    with pin.undo:
+                        generations = generations_of(self._pool.generations, pin.block_ids)
+                    sock.send_bytes(frames.pack_words(generations), deadline)
+                else:
+                    raise FrameError(f"a {kind.name} frame with {len(pins)} parts pinned")
+        finally:
+            for pin in pins:
+                pin.undo.close()
 
     def close(self) -> None:
         with self._changed:
@@ -83,26 +108,29 @@ class NixlHost:
         self._pattern.close()
 
     def _pin(
-        self, sock: DeadlineSocket, deadline: float, lease_id: str, block_ids: list[int], generations: list[int]
+        self,
+        sock: DeadlineSocket,
+        pins: deque[_Pin],
+        deadline: float,
+        lease_id: str,
+        block_ids: Words,
+        generations: Words,
     ) -> None:
         lease = self._leases.begin_io(lease_id)
         if lease is None:
             sock.send_bytes(frames.pack_data(bytes([Status.STALE]) * len(block_ids)), deadline)
             return
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._leases.end_io, lease)
+            undo.enter_context(self._progress())
             current = self._leases.current(lease, block_ids, generations)
             statuses = bytes(len(block_ids))
             if current is not None:
                 statuses = bytes(Status.OK if ok else Status.STALE for ok in current)
-                block_ids = list(itertools.compress(block_ids, current))
-            with self._progress():
-                sock.send_bytes(frames.pack_data(statuses), deadline)
-                if not block_ids:
-                    return
-                _expect(sock, Kind.DONE, deadline)
-            sock.send_bytes(frames.pack_words(generations_of(self._pool.generations, block_ids)), deadline)
-        finally:
-            self._leases.end_io(lease)
+                block_ids = block_ids[current]
+            sock.send_bytes(frames.pack_data(statuses), deadline)
+            if len(block_ids):
+                pins.append(_Pin(block_ids, deadline, undo.pop_all()))
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[None]:
@@ -139,3 +167,11 @@ def _expect(sock: DeadlineSocket, wanted: Kind, deadline: float) -> None:
     kind, _ = sock.recv_frame(deadline, 0)
     if kind is not wanted:
         raise FrameError(f"a {kind.name} frame in place of {wanted.name}")
+
+
+def _next_header(sock: DeadlineSocket, pins: deque[_Pin]) -> tuple[Kind, int, float] | None:
+    """The next frame's, and until when it must be dealt with; None when the reader, with nothing pinned, has left."""
+    if not pins:
+        return sock.next_header(PIN_SECONDS, frames.MAX_PIN_BYTES)
+    raw = sock.recv(frames.HEADER_BYTES, pins[0].deadline)
+    return *frames.unpack_header(raw, frames.MAX_PIN_BYTES), time.monotonic() + PIN_SECONDS

@@ -14,15 +14,18 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from biphase.errors import TransferFailedError
 from biphase.transfer.frames import HEADER_BYTES, Kind, unpack_header
+from biphase.transfer.spans import SpanSocket, rest_of
 
 TICK_SECONDS = 0.1
 # More buffers in one system call are an error (IOV_MAX).
 MAX_BUFFERS = 1024
 _MIN_TIMEOUT_SECONDS = 0.001
 _TIMEVAL = struct.Struct("@ll")
+_T = TypeVar("_T")
 
 
 def _nothing() -> None:
@@ -40,6 +43,7 @@ class DeadlineSocket:
 
     def __init__(self, sock: socket.socket, peer: str, on_tick: Callable[[], None] = _nothing) -> None:
         self._socket = sock
+        self._spans = SpanSocket(sock)
         self._peer = peer
         self.on_tick = on_tick
         self._timeouts = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
@@ -70,21 +74,14 @@ class DeadlineSocket:
         Raises:
             TransferFailedError: end of stream, reset, or the deadline came first. Part of the buffers may be written.
         """
-        while num_bytes:
-            self._arm(socket.SO_RCVTIMEO, deadline)
-            try:
-                received = self._socket.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                self._tick(deadline)
-                continue
-            except OSError as error:
-                raise self._lost(error) from error
-            if received == 0:
-                raise TransferFailedError(f"{self._peer} closed the connection")
-            num_bytes -= received
-            if num_bytes:
-                buffers = _advance(buffers, received)
-                self._tick(deadline)
+        self._move(
+            socket.SO_RCVTIMEO,
+            lambda left: self._socket.recvmsg_into(left, 0, socket.MSG_WAITALL)[0],
+            _advance,
+            buffers,
+            num_bytes,
+            deadline,
+        )
 
     def recv(self, num_bytes: int, deadline: float) -> bytes:
         raw = bytearray(num_bytes)
@@ -97,19 +94,22 @@ class DeadlineSocket:
         Raises:
             TransferFailedError: reset, or the deadline came first.
         """
-        while num_bytes:
-            self._arm(socket.SO_SNDTIMEO, deadline)
-            try:
-                sent = self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                self._tick(deadline)
-                continue
-            except OSError as error:
-                raise self._lost(error) from error
-            num_bytes -= sent
-            if num_bytes:
-                buffers = _advance(buffers, sent)
-                self._tick(deadline)
+        self._move(
+            socket.SO_SNDTIMEO,
+            lambda left: self._socket.sendmsg(left, (), socket.MSG_NOSIGNAL),
+            _advance,
+            buffers,
+            num_bytes,
+            deadline,
+        )
+
+    def recv_spans(self, spans: bytes, num_bytes: int, deadline: float) -> None:
+        """`recv_into` for runs of memory (spans.py), of which there may be many."""
+        self._move(socket.SO_RCVTIMEO, self._spans.receive, rest_of, spans, num_bytes, deadline)
+
+    def send_spans(self, spans: bytes, num_bytes: int, deadline: float) -> None:
+        """`send` for runs of memory."""
+        self._move(socket.SO_SNDTIMEO, self._spans.send, rest_of, spans, num_bytes, deadline)
 
     def send_bytes(self, raw: bytes, deadline: float) -> None:
         self.send([raw], len(raw), deadline)
@@ -159,6 +159,32 @@ class DeadlineSocket:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _move(
+        self,
+        timeout: int,
+        move: Callable[[_T], int],
+        advance: Callable[[_T, int], _T],
+        what: _T,
+        num_bytes: int,
+        deadline: float,
+    ) -> None:
+        """Calls `move`, which says how many bytes it moved, until all have."""
+        while num_bytes:
+            self._arm(timeout, deadline)
+            try:
+                moved = move(what)
+            except BlockingIOError:
+                self._tick(deadline)
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            if moved == 0:
+                raise TransferFailedError(f"{self._peer} closed the connection")
+            num_bytes -= moved
+            if num_bytes:
+                what = advance(what, moved)
+                self._tick(deadline)
 
     def _arm(self, option: int, deadline: float) -> None:
         # Full ticks until the end is near: the option is set once, not per call.

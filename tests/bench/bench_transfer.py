@@ -24,13 +24,15 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from biphase.cache.memory import BlockMemory, SharedGenerations
 from biphase.errors import ConfigError
 from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest
 from biphase.transfer.layout import KVLayout
 from biphase.transfer.leases import LeaseTable
 from biphase.transfer.nixl import NixlChannel
-from biphase.transfer.nixl_agent import load_nixl
+from biphase.transfer.nixl_agent import BlockIds, load_nixl
 from biphase.transfer.reader import BlockReader
 from biphase.transfer.server import BlockServer
 from tests.transfer.fakes import FakePool
@@ -151,7 +153,7 @@ def measure(block_bytes: int, total_bytes: int, rounds: int) -> dict[str, object
         context = ReaderContext(memory, layout(block_bytes), layout(block_bytes), "reader", "life", ("nixl",), False)
         nixl = NixlChannel.connect(endpoint, context, time.monotonic() + 10, lambda: None)
         contenders["nixl"] = functools.partial(read_nixl, nixl, said["lease_id"], requests)
-        contenders["raw nixl"] = functools.partial(read_raw, nixl, dest, source)
+        contenders["raw nixl"] = functools.partial(read_raw, nixl, np.array(dest, np.int32), np.array(source, np.int32))
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for lap in range(rounds + 2):
         for name, run in contenders.items():
@@ -193,7 +195,7 @@ def read_nixl(channel: NixlChannel, lease_id: str, requests: list[ReadRequest]) 
     assert len(progress.verified) == len(requests)
 
 
-def read_raw(channel: NixlChannel, dest: list[int], source: list[int]) -> None:
+def read_raw(channel: NixlChannel, dest: BlockIds, source: BlockIds) -> None:
     channel._transfer(channel._local, dest, channel._remote, source, time.monotonic() + 60)
 
 

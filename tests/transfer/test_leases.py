@@ -3,8 +3,10 @@
 import random
 import threading
 
+import numpy as np
 import pytest
 
+from biphase.transfer.frames import Words
 from biphase.transfer.leases import Lease, LeaseEnd, LeaseTable
 from tests.transfer.fakes import FakePool
 
@@ -97,14 +99,21 @@ def test_on_end_is_called_once_without_the_lock() -> None:
     assert seen == [(lease.lease_id, LeaseEnd.EXPIRED)]
 
 
+def words(*values: int) -> Words:
+    return np.array(values, np.uint64)
+
+
 def test_only_current_blocks_of_a_live_lease_may_be_sent() -> None:
     leases, pool, clock = table()
     opened = leases.open("d", "i", [0, 1])
     lease = leases.begin_io(opened.lease_id)
     assert lease is opened
-    assert leases.current(lease, [0, 1], [0, 0]) is None
+    assert leases.current(lease, words(0, 1), words(0, 0)) is None
     pool.reuse(1)
-    assert leases.current(lease, [0, 1, 2, 999], [0, 0, 0, 0]) == [True, False, False, False]
+    asked = words(0, 1, 2, 999, 2**64 - 1)
+    assert leases.current(lease, asked, words(0, 0, 0, 0, 0)) == [True, False, False, False, False]
+    assert leases.extend(opened.lease_id, [2])
+    assert leases.current(lease, asked, words(0, 1, 0, 0, 0)) == [True, True, True, False, False]
     leases.end_io(lease)
     clock.now += 10
     assert leases.begin_io(opened.lease_id) is None, "expired, though not swept yet"

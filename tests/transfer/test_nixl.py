@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from biphase.errors import ConfigError, StaleHandleError, TransferFailedError
-from biphase.transfer import frames, nixl_agent
+from biphase.transfer import frames, nixl, nixl_agent
 from biphase.transfer.frames import Kind
 from biphase.transfer.handshake import Hello, introduce
 from biphase.transfer.sockets import connect_tcp
@@ -53,6 +53,21 @@ def test_blocks_cross_and_stale_ones_do_not(process: HolderProcess, far: Destina
     process.say("release")
     none = far.reader.read(process.endpoint, process.lease_id, far.requests(EVERY), SECONDS).result()
     assert len(none.stale) == 64
+
+
+@needs_nixl
+@pytest.mark.parametrize("part", [1, 10, 63])
+def test_a_long_read_goes_in_parts(
+    process: HolderProcess, far: Destination, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    monkeypatch.setattr(nixl, "_PART_BLOCKS", part)
+    # A part of which nothing is left, and one of which some is.
+    stale = [4, *range(10, 20)]
+    for block in stale:
+        process.say(f"reuse {block}")
+    result = far.reader.read(process.endpoint, process.lease_id, far.requests(EVERY), SECONDS).result()
+    assert result.stale == tuple(stale) and len(result.verified) == 64 - len(stale)
+    assert all(far.holds(EVERY[index][1], EVERY[index][0]) for index in result.verified)
 
 
 @needs_nixl
@@ -103,7 +118,9 @@ def test_an_idle_holder_uses_no_processor_and_a_reader_that_dies_lets_go_of_its_
     )
     assert sock.recv_frame(deadline, frames.MAX_HELLO_BYTES)[0] is Kind.AGENT
     sock.send_bytes(frames.pack_header(Kind.DONE, 0), deadline)
-    sock.send_bytes(frames.pack_read(holder.lease_id, [0, 1], [0, 1], Kind.PIN), deadline)
+    sock.send_bytes(
+        frames.pack_read(holder.lease_id, frames.pack_words([0, 1]), frames.pack_words([0, 1]), Kind.PIN), deadline
+    )
     assert sock.recv_frame(deadline, frames.MAX_READ_BLOCKS) == (Kind.DATA, bytes([0, 1]))
     holder.leases.release([holder.lease_id])
     assert holder.references() == 16, "pinned blocks outlive their lease"

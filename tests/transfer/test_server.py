@@ -154,7 +154,9 @@ def test_a_reader_that_stops_taking_is_cut_off_and_its_pins_come_back(
     sock = connect_tcp(holder.endpoint.tcp_address, "holder", deadline)
     introduce(sock, holder.endpoint, Hello("d", "i", "prefill-0", "life-1", layout(MIB), layout(MIB), "tcp"), deadline)
     measure_pattern(sock, deadline)
-    sock.send_bytes(frames.pack_read(holder.lease_id, range(64), [0] * 64), deadline)
+    sock.send_bytes(
+        frames.pack_read(holder.lease_id, frames.pack_words(range(64)), bytes(64 * frames.WORD_BYTES)), deadline
+    )
     time.sleep(0.4)  # Now every buffer on the way is full.
     holder.leases.release([holder.lease_id])
     assert holder.references() == 64, "blocks are held while they are being sent"

@@ -101,6 +101,12 @@ struct bp_step {
     float* logits;  // f32 [num_logits, n of the logits op]
 };
 
+// A run of bytes; lies as struct iovec does.
+struct bp_span {
+    const void* start;
+    int64_t length;
+};
+
 #pragma GCC visibility push(default)
 
 int32_t bp_abi_version();
@@ -135,6 +141,8 @@ void bp_program_run(void* program, const bp_step* step);
 void bp_program_profile(void* program, int32_t enable);
 void bp_program_times(void* program, double* seconds, int32_t reset);
 void bp_program_destroy(void* program);
+// XXH3-64 of each run, of more than 240 bytes. Any isa that this machine runs gives the same sums.
+void bp_checksums(const bp_span* spans, int64_t num_spans, int32_t isa, uint64_t* sums);
 
 #pragma GCC visibility pop
 }
