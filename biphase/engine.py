@@ -5,6 +5,7 @@
     abort ───────┼─> inbox ─> wake    └──────────────────────────<────────────────────────────────┘
     kv_ready ────┘                        sinks are called in schedule and update; after_step after each
 
+Where steps overlap, the runner begins the step that was scheduled, and the update is of the one before (steps.py).
 Owns the thread, the inbox and the sinks. Does not own what runs (scheduler), where (manager) or how (runner). Sleeps on
 a condition when nothing can run: until somebody calls, or blocks are released elsewhere.
 """
@@ -17,17 +18,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from biphase.cache.manager import KVCacheManager
-from biphase.errors import BiphaseError, InternalError, InvalidRequestError, OverloadedError, UnavailableError
+from biphase.errors import BiphaseError, InvalidRequestError, OverloadedError, UnavailableError
 from biphase.request import FinishReason, Request, RequestId
 from biphase.scheduler.config import SchedulerConfig
 from biphase.scheduler.events import BlocksComputed, EngineEvent, Finished, Reserved, Tokens
-from biphase.scheduler.output import RunnerOutput, SampledToken, SchedulerOutput
+from biphase.scheduler.output import SampledToken
 from biphase.scheduler.scheduler import Scheduler
 from biphase.scheduler.stats import EngineStats, StepMeter, collect
 from biphase.scheduler.stopping import check_request
+from biphase.steps import Runner, Steps, overlapping_runner
 from biphase.telemetry.events import event_logger
 
 __all__ = [
@@ -48,12 +49,6 @@ log = event_logger(__name__)
 Sink = Callable[[EngineEvent], None]
 
 
-class Runner(Protocol):
-    """Runs a step on the model: writes the KV of its tokens, samples where a request is caught up."""
-
-    def execute(self, output: SchedulerOutput) -> RunnerOutput: ...
-
-
 def _nothing() -> None:
     return None
 
@@ -62,7 +57,7 @@ class Engine:
     """Continuous batching over one runner and one KV cache.
 
     Args:
-        runner: called in the engine's thread only.
+        runner: called in the engine's thread only; with `config.overlap`, one that begins and finishes steps.
         manager: its pool may be shared with leases and transfers.
         after_step: called in the engine's thread whenever events have gone out: before a step that reservations or
             announcements precede, and after each step. The place to hop to another thread once for all of them.
@@ -85,12 +80,16 @@ class Engine:
     ) -> None:
         self.config = config
         self.manager = manager
-        self._runner = runner
         self._after_step = after_step
-        self._stepped = stepped
-        self._clock = clock
-        self._scheduler = Scheduler(manager, config, self._emit, clock, blocks_arrived)
+        if config.overlap:
+            awaited = overlapping_runner(runner).num_awaited_outputs
+            self._scheduler = Scheduler(manager, config, self._emit, clock, blocks_arrived, awaited)
+        else:
+            self._scheduler = Scheduler(manager, config, self._emit, clock, blocks_arrived)
         self._meter = StepMeter()
+        self._steps = Steps(
+            runner, self._scheduler, self._meter, read_inbox=self._read_inbox, stepped=stepped, clock=clock
+        )
         self._wake = threading.Condition(threading.Lock())
         self._inbox: deque[Callable[[], None]] = deque()
         self._num_arriving = 0
@@ -213,29 +212,9 @@ class Engine:
         self._blocks_freed = False
         output = self._scheduler.schedule()
         self._flush()
-        if not output.scheduled:
-            return False
-        started = self._clock()
-        try:
-            result = self._runner.execute(output)
-        except Exception as error:
-            log.exception(
-                "step_failed",
-                request_ids=[scheduled.request.request_id for scheduled in output.scheduled],
-                num_requests=len(output.scheduled),
-                num_tokens=output.num_tokens,
-            )
-            failure = error if isinstance(error, BiphaseError) else InternalError(f"the step failed: {error}")
-            self._scheduler.fail_step(output, failure)
-        else:
-            seconds = self._clock() - started
-            self._read_inbox()  # Whoever was aborted meanwhile gets no token of this step.
-            self._scheduler.update_from_output(output, result)
-            num_decode_tokens = sum(1 for s in output.scheduled if s.num_scheduled_tokens == 1)
-            self._meter.record(num_decode_tokens, output.num_tokens - num_decode_tokens, seconds)
-            self._stepped(output.num_tokens)
+        ran = self._steps.run(output)
         self._flush()
-        return True
+        return ran
 
     def _run(self) -> None:
         while not self._stopping:
@@ -254,6 +233,7 @@ class Engine:
             self.failure = failure
             self._stopping = True
             sinks, self._sinks = self._sinks, {}
+        self._steps.abandon()
         for sink in sinks.values():
             with suppress(Exception):
                 sink(Finished(FinishReason.ERROR, error=failure))
@@ -277,6 +257,7 @@ class Engine:
             self._num_arriving -= 1
 
     def _abort_all(self) -> None:
+        self._steps.settle()
         self._read_inbox()
         for request_id in list(self._scheduler.places.requests):
             self._scheduler.abort(request_id)

@@ -8,11 +8,15 @@ token ids, `expected_tokens`.
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from biphase.cache.block_pool import BlockPool
-from biphase.request import Request, SamplingParams
-from biphase.scheduler.output import RunnerOutput, SampledToken, SchedulerOutput
+from biphase.errors import BiphaseError
+from biphase.request import Request, RequestId, SamplingParams
+from biphase.scheduler.output import RunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
 
 VOCAB_SIZE = 97
 _MASK = (1 << 61) - 1
@@ -82,23 +86,113 @@ class FakeRunner:
         self.num_steps += 1
         self.last_step = {s.request.request_id: s.num_scheduled_tokens for s in output.scheduled}
         assert len(self.last_step) == len(output.scheduled), "a request twice in one step"
-        sampled = {}
+        result = RunnerOutput()
+        for s in output.scheduled:
+            assert s.num_computed_tokens == s.request.num_computed_tokens
+            token = self.compute(s, s.block_ids, s.request.all_token_ids)
+            if token is not None:
+                result.sampled[s.request.request_id] = SampledToken(token)
+        return result
+
+    def compute(self, s: ScheduledRequest, block_ids: Sequence[int], tokens: Sequence[int]) -> int | None:
+        """Runs one request's share. Returns the token it samples, if it does."""
+        stop = s.num_computed_tokens + s.num_scheduled_tokens
+        assert s.num_scheduled_tokens > 0 and stop <= len(tokens)
+        assert stop <= len(block_ids) * self.block_size, "tokens without slots"
+        assert s.samples == (stop == len(tokens))
+        for position in range(s.num_computed_tokens, stop):
+            slot = self.slot(block_ids, position)
+            block_id = slot // self.block_size
+            assert self.pool.hash_of(block_id) is None, "a findable block is written"
+            assert self.pool.ref_count(block_id) > 0, "a free block is written"
+            previous = self.memory[self.slot(block_ids, position - 1)] or 0 if position else 0
+            self.memory[slot] = mix(previous, tokens[position])
+        return fold(self.read(block_ids, stop)) if s.samples else None
+
+
+@dataclass
+class Begun:
+    """A step in flight, with what was known when it was begun."""
+
+    output: SchedulerOutput
+    block_ids: list[list[int]]
+    tokens: list[list[int]]
+    # Whether the last token of each is the one that the step before samples.
+    fed: list[bool]
+    result: RunnerOutput = field(default_factory=RunnerOutput)
+    num_run: int = 0
+
+
+class FakeOverlappingRunner(FakeRunner):
+    """Runs a step at any moment between its two halves, share by share, but never before the step before it."""
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, max_num_batched_tokens: int = 1 << 30, *, seed: int = 0
+    ) -> None:
+        super().__init__(pool, block_size, max_num_batched_tokens)
+        self._rng = random.Random(seed)
+        self._begun: deque[Begun] = deque()
+        self._last: dict[Request, int] = {}
+        self.num_fed = self.num_overlapping = 0
+        # Requests that get no further token, and why.
+        self.failing: dict[RequestId, BiphaseError] = {}
+
+    def num_awaited_outputs(self, sampling: SamplingParams) -> int:
+        """As the real one, with what the fake model leaves of the reasons."""
+        if sampling.prompt_logprobs is not None:
+            return 1
+        return 1 << 30 if sampling.structured_output is not None else sampling.min_tokens
+
+    def begin(self, output: SchedulerOutput) -> Begun:
+        assert 0 < output.num_tokens <= self.max_num_batched_tokens
+        assert len(self._begun) < 2, "a third step in flight"
+        assert len({s.request for s in output.scheduled}) == len(output.scheduled), "a request twice in one step"
+        self.num_steps += 1
+        self.num_overlapping += len(self._begun)
+        begun = Begun(output, [list(s.block_ids) for s in output.scheduled], [], [])
+        before = self._begun[-1].output.scheduled if self._begun else []
+        samplers = {s.request for s in before if s.samples}
         for s in output.scheduled:
             tokens = s.request.all_token_ids
-            stop = s.num_computed_tokens + s.num_scheduled_tokens
-            assert s.num_computed_tokens == s.request.num_computed_tokens
-            assert s.num_scheduled_tokens > 0 and stop <= len(tokens)
-            assert stop <= len(s.block_ids) * self.block_size, "tokens without slots"
-            assert s.samples == (stop == len(tokens))
-            for position in range(s.num_computed_tokens, stop):
-                slot = self.slot(s.block_ids, position)
-                block_id = slot // self.block_size
-                assert self.pool.hash_of(block_id) is None, "a findable block is written"
-                previous = self.memory[self.slot(s.block_ids, position - 1)] or 0 if position else 0
-                self.memory[slot] = mix(previous, tokens[position])
-            if s.samples:
-                sampled[s.request.request_id] = SampledToken(fold(self.read(s.block_ids, stop)))
-        return RunnerOutput(sampled=sampled)
+            fed = s.num_computed_tokens == len(tokens)
+            if fed:
+                assert s.num_scheduled_tokens == 1 and s.request in samplers
+                assert s.request.num_output_tokens >= self.num_awaited_outputs(s.request.sampling)
+                self.num_fed += 1
+            begun.tokens.append(tokens)
+            begun.fed.append(fed)
+        self._begun.append(begun)
+        self.work()
+        return begun
+
+    def work(self) -> None:
+        """Time passes: some shares of what is in flight are run."""
+        pace = self._rng.choice((0.0, 0.5, 0.9, 1.0))
+        for begun in self._begun:
+            while begun.num_run < len(begun.tokens):
+                if self._rng.random() >= pace:
+                    return
+                self._run_next(begun)
+
+    def finish(self, pending: Begun) -> RunnerOutput:
+        assert self._begun.popleft() is pending, "not the oldest"
+        while pending.num_run < len(pending.tokens):
+            self._run_next(pending)
+        return pending.result
+
+    def _run_next(self, begun: Begun) -> None:
+        n = begun.num_run
+        begun.num_run += 1
+        s = begun.output.scheduled[n]
+        tokens = begun.tokens[n] + ([self._last[s.request]] if begun.fed[n] else [])
+        token = self.compute(s, begun.block_ids[n], tokens)
+        if token is not None:
+            self._last[s.request] = token
+            request_id = s.request.request_id
+            if request_id in self.failing:
+                begun.result.failed[request_id] = self.failing[request_id]
+            else:
+                begun.result.sampled[request_id] = SampledToken(token)
 
 
 def assert_kv(runner: FakeRunner, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:

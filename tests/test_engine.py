@@ -16,7 +16,7 @@ from biphase.engine import BlocksComputed, Engine, EngineEvent, Finished, Reserv
 from biphase.errors import InvalidRequestError, OverloadedError, TransferFailedError, UnavailableError
 from biphase.request import FinishReason, Request, RequestId, SamplingParams
 from biphase.scheduler.output import RunnerOutput, SampledToken, SchedulerOutput
-from tests.fake_runner import FakeRunner, expected_tokens
+from tests.fake_runner import Begun, FakeOverlappingRunner, FakeRunner, expected_tokens
 
 SIZE = 4
 
@@ -62,12 +62,39 @@ class HookedRunner(FakeRunner):
         return super().execute(output)
 
 
+class HookedOverlappingRunner(FakeOverlappingRunner):
+    """The same at the beginning of a step; `at_end` when its result is asked for."""
+
+    during: Callable[[SchedulerOutput], None] | None = None
+    at_end: Callable[[SchedulerOutput], None] | None = None
+
+    def begin(self, output: SchedulerOutput) -> Begun:
+        if self.during is not None:
+            self.during(output)
+        return super().begin(output)
+
+    def finish(self, pending: Begun) -> RunnerOutput:
+        result = super().finish(pending)
+        if self.at_end is not None:
+            self.at_end(pending.output)
+        return result
+
+
 class Rig:
-    def __init__(self, num_blocks: int = 64, after_step: Callable[[], None] = lambda: None, **config: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        after_step: Callable[[], None] = lambda: None,
+        overlap: bool = False,
+        **config: Any,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.manager = KVCacheManager(self.pool, block_size=SIZE, namespace=b"test")
-        self.runner = HookedRunner(self.pool, SIZE)
-        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, **config}
+        self.overlapping = HookedOverlappingRunner(self.pool, SIZE)
+        self.runner: HookedRunner | HookedOverlappingRunner = (
+            self.overlapping if overlap else HookedRunner(self.pool, SIZE)
+        )
+        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "overlap": overlap, **config}
         self.engine = Engine(self.runner, self.manager, SchedulerConfig(**settings), after_step=after_step)
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 8, **fields: Any) -> Owner:
@@ -78,9 +105,9 @@ class Rig:
         return owner
 
 
-@pytest.fixture
-def engine_rig() -> Iterator[Rig]:
-    rig = Rig()
+@pytest.fixture(params=[False, True], ids=["alone", "overlapping"])
+def engine_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(overlap=request.param)
     rig.engine.start()
     yield rig
     rig.engine.shutdown()
@@ -129,11 +156,13 @@ def test_abort_is_idempotent_and_effective_in_any_state(engine_rig: Rig) -> None
     assert engine_rig.add("a", [1, 2, 3]).finished.reason is FinishReason.LENGTH
 
 
-def test_tokens_of_the_step_that_an_abort_falls_into_are_dropped() -> None:
-    rig = Rig()
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_of_the_step_that_an_abort_falls_into_are_dropped(overlap: bool) -> None:
+    rig = Rig(overlap=overlap)
     a, b = rig.add("a", [1, 2, 3]), rig.add("b", [4, 5])
     rig.runner.during = lambda output: rig.engine.abort("a")
-    assert rig.engine.step()
+    for _ in range(1 + overlap):
+        assert rig.engine.step()
     assert a.events == [Finished(FinishReason.ABORT)]
     assert len(b.tokens) == 1
     rig.engine.shutdown()
@@ -247,6 +276,69 @@ def test_a_failing_sink_costs_its_own_request_only(engine_rig: Rig, caplog: pyte
     assert len(bad.tokens) < 150
 
 
+@pytest.mark.parametrize("place", ["during", "at_end"])
+def test_a_step_that_fails_takes_no_tokens_of_the_step_before(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(overlap=True)
+    a = rig.add("a", [1, 2, 3])
+
+    def fail(output: SchedulerOutput) -> None:
+        if a.tokens or place == "during":
+            raise RuntimeError("boom")
+
+    rig.engine.step()
+    rig.engine.step()  # the second is begun, the first is in
+    setattr(rig.overlapping, place, fail)
+    while not a.done.is_set():
+        rig.engine.step()
+    setattr(rig.overlapping, place, None)
+    assert a.finished.error is not None and "boom" in a.finished.error.message
+    # A third that could not be begun costs none of the second.
+    assert a.tokens == expected_tokens([1, 2, 3], SamplingParams(max_tokens=2 if place == "during" else 1))
+    assert [record.message for record in caplog.records].count("step_failed") == 1
+    while rig.engine.step():
+        rig.engine._scheduler.check_integrity()
+    assert rig.pool.num_used == 0
+    b = rig.add("b", [1, 2, 3])
+    while rig.engine.step():
+        pass
+    assert b.tokens == expected_tokens([1, 2, 3], SamplingParams(max_tokens=8))
+
+
+def test_shutdown_takes_the_step_in_flight_in() -> None:
+    rig = Rig(overlap=True)
+    a = rig.add("a", [1, 2, 3])
+    rig.engine.step()
+    rig.engine.step()
+    assert len(rig.engine._scheduler._in_flight) == 1
+    rig.engine.shutdown()
+    assert a.tokens == expected_tokens([1, 2, 3], SamplingParams(max_tokens=2))
+    assert a.finished == Finished(FinishReason.ABORT)
+    assert rig.pool.num_used == 0
+
+
+def test_time_of_overlapping_steps_is_counted_once() -> None:
+    now = [0.0]
+    rig = Rig(overlap=True)
+    engine = Engine(rig.runner, rig.manager, SchedulerConfig(overlap=True), clock=lambda: now[0])
+
+    def pass_time(output: SchedulerOutput) -> None:
+        now[0] += 2.0
+
+    rig.overlapping.at_end = pass_time
+    engine.add_request(Request(RequestId("a"), [1, 2, 3], SamplingParams(max_tokens=6)), lambda event: None)
+    while engine.step():
+        now[0] += 1.0
+    # The first decode step was begun before the prompt's two seconds were over, and ran for the rest of its own.
+    assert engine.stats().decode_step_seconds == pytest.approx(3.0)
+    assert engine.stats().num_steps == 6
+
+
+def test_overlapping_needs_a_runner_that_can() -> None:
+    rig = Rig()
+    with pytest.raises(AssertionError, match="HookedRunner does not begin and finish steps"):
+        Engine(rig.runner, rig.manager, SchedulerConfig(overlap=True))
+
+
 def test_a_bug_in_the_engine_is_told_to_everyone(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig()
     rig.engine._scheduler.schedule = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
@@ -272,8 +364,9 @@ def test_blocks_released_elsewhere_wake_it(engine_rig: Rig) -> None:
     assert owner.tokens == expected_tokens(list(range(40)), SamplingParams(max_tokens=8))
 
 
-def test_shutdown_aborts_what_is_left() -> None:
-    rig = Rig(max_num_seqs=2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_shutdown_aborts_what_is_left(overlap: bool) -> None:
+    rig = Rig(max_num_seqs=2, overlap=overlap)
     rig.engine.start()
     owners = [rig.add(f"r{n}", [n, 1, 2], max_tokens=200) for n in range(3)]
     waits = rig.add("w", [1, 2, 3], awaits_kv=True)
@@ -323,9 +416,10 @@ class FakeRunnerWithoutKv:
         return RunnerOutput({s.request.request_id: SampledToken(1) for s in output.scheduled if s.samples})
 
 
-def test_threads_add_abort_and_complete_at_any_moment() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_threads_add_abort_and_complete_at_any_moment(overlap: bool) -> None:
     """Four clients with requests of every kind, and a peer that leases, on a pool that is too small."""
-    rig = Rig(num_blocks=48, max_waiting=64)
+    rig = Rig(num_blocks=48, max_waiting=64, overlap=overlap)
     rig.engine.start()
     failures: list[BaseException] = []
     ends = dict.fromkeys(FinishReason, 0)

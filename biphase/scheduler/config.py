@@ -32,6 +32,8 @@ class SchedulerConfig:
     # Prompt tokens in a step that also decodes, at most; what a local prefill may add to everyone's inter-token
     # latency. 0: max_num_batched_tokens is the only limit.
     max_mixed_prefill_tokens: int = 0
+    # Steps are decided while the one before runs. Needs a runner that begins and finishes steps.
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting"):

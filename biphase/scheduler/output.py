@@ -15,6 +15,9 @@ class ScheduledRequest:
 
     Tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens) of the request are run. `block_ids` is
     its whole block table. `samples` says whether the last of them yields a token (the request is caught up after it).
+
+    Where steps overlap, a share of one token may be that token which the step before samples: the request has it only
+    once that step's result is in.
     """
 
     request: Request
@@ -22,6 +25,8 @@ class ScheduledRequest:
     num_scheduled_tokens: int
     block_ids: Sequence[int]
     samples: bool
+    # Of a share of a prompt: monotonic seconds.
+    scheduled_time: float | None = None
 
 
 @dataclass(slots=True)

@@ -5,6 +5,8 @@ A request's way through the places of places.py:
     add -> waiting -> running -> finished            preempted: running -> waiting, and computed anew
                  \\-> remote -> running               kv_ready
 
+Where steps overlap (`config.overlap`), `schedule` may be called while the step before is in flight; see ahead.py.
+
 Owns the order, the token budget, preemption and the end of sequences. Does not own blocks (KVCacheManager), threads or
 sinks (Engine), nor anything with tensors (runner). One thread, the engine's, calls it.
 """
@@ -18,7 +20,8 @@ from heapq import merge
 
 from biphase.cache.manager import KVCacheManager
 from biphase.errors import BiphaseError, InternalError
-from biphase.request import FinishReason, Request, RequestId, RequestStatus
+from biphase.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
+from biphase.scheduler.ahead import ResultNeeded, StepsInFlight
 from biphase.scheduler.config import SchedulerConfig
 from biphase.scheduler.events import EngineEvent
 from biphase.scheduler.output import RunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
@@ -42,6 +45,7 @@ class Scheduler:
         emit: gets a request's events as they happen, while the request still holds its blocks.
         clock: monotonic seconds.
         blocks_arrived: gets the blocks that were read from another node, before anybody may use them.
+        num_awaited_outputs: see StepsInFlight; asked only where steps overlap.
     """
 
     def __init__(
@@ -51,9 +55,11 @@ class Scheduler:
         emit: Callable[[Request, EngineEvent], None],
         clock: Callable[[], float] = time.monotonic,
         blocks_arrived: Callable[[Sequence[int]], None] = lambda block_ids: None,
+        num_awaited_outputs: Callable[[SamplingParams], int] = lambda sampling: 0,
     ) -> None:
         self.config = config
         self._manager = manager
+        self._in_flight = StepsInFlight(manager, config.max_model_len, num_awaited_outputs)
         self._blocks_arrived = blocks_arrived
         self._reporter = Reporter(manager, emit, clock)
         self._clock = clock
@@ -71,6 +77,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request that `check_request` accepted and `KVCacheManager.prepare` saw."""
         self.places.add(request)
+        if self.config.overlap:
+            self._in_flight.add_request(request)
 
     def abort(self, request_id: RequestId) -> None:
         """Ends a request wherever it is. Unknown or ended: nothing happens."""
@@ -122,43 +130,66 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """One token for every running sequence that decodes, then prompts in chunks until the budget is spent.
 
-        Empty when nothing can run: all is idle, or waits for KV or for blocks.
+        Empty when nothing can run: all is idle, or waits for KV, for blocks or for the result of the step in flight.
         """
         output = SchedulerOutput()
+        running = self.places.running.requests
+        ahead = bool(self._in_flight)
+        if ahead and (not self._in_flight.goes_on or self._in_flight.awaits_output(running)):
+            return output
+        try:
+            self._fill(output)
+        except ResultNeeded:
+            return SchedulerOutput()
+        if ahead and self._in_flight.awaits_output(scheduled.request for scheduled in output.scheduled):
+            return SchedulerOutput()  # Admitted just now; it runs from the next step on.
+        if output.scheduled:
+            output.finished, self._finished_ids = self._finished_ids, []
+            if self.config.overlap:
+                self._in_flight.begin(output)
+        return output
+
+    def _fill(self, output: SchedulerOutput) -> None:
         prompts = self._schedule_decodes(output)
         if prompts or self.places.waiting.requests:
             budget = self.config.max_num_batched_tokens - len(output.scheduled)
             if self.config.max_mixed_prefill_tokens and output.scheduled:
                 budget = min(budget, self.config.max_mixed_prefill_tokens)
             self._schedule_prompts(prompts, budget, output)
-        if output.scheduled:
-            output.finished, self._finished_ids = self._finished_ids, []
-        return output
 
     def _schedule_decodes(self, output: SchedulerOutput) -> list[Request]:
         """Schedules sequences that need one token. Returns the running ones that need more, most important first."""
         prompts: list[Request] = []
         scheduled, running, block_size = output.scheduled, self.places.running.requests, self._block_size
+        shares = self._in_flight.shares
         position = 0
         while position < len(running):
             request = running[position]
             position += 1
             num_computed_tokens = request.num_computed_tokens
-            if request.num_tokens - num_computed_tokens > 1:
+            left = request.num_tokens - num_computed_tokens
+            if shares:
+                num_computed_tokens, num_tokens = self._in_flight.progress(request)
+                left = num_tokens - num_computed_tokens
+                if left == 0:
+                    continue
+            if left > 1:
                 prompts.append(request)
                 continue
             block_ids = self._manager.block_ids(request)
-            if num_computed_tokens >= len(block_ids) * block_size and not self._grow_decode(request, output):
+            if num_computed_tokens >= len(block_ids) * block_size and not self._grow_decode(
+                request, num_computed_tokens + 1, output
+            ):
                 break
             scheduled.append(ScheduledRequest(request, num_computed_tokens, 1, block_ids, True))
         return [request for request in prompts if request.status is RequestStatus.RUNNING]
 
-    def _grow_decode(self, request: Request, output: SchedulerOutput) -> bool:
+    def _grow_decode(self, request: Request, num_tokens: int, output: SchedulerOutput) -> bool:
         """A block for the next token, at the cost of the least important running requests: at worst its own place.
 
         `_schedule_decodes` goes from the most important on, so whoever goes is not in this step yet.
         """
-        while not self._manager.allocate_slots(request, request.num_tokens):
+        while not self._manager.allocate_slots(request, num_tokens):
             victim = self.places.running.requests[-1]
             self._preempt(victim, output)
             if victim is request:
@@ -185,10 +216,11 @@ class Scheduler:
             if not (may_admit or (unserved and budget)):
                 break
             if request.status is RequestStatus.RUNNING:
-                left = request.num_tokens - request.num_computed_tokens
+                num_computed_tokens, num_tokens = self._in_flight.progress(request)
+                left = num_tokens - num_computed_tokens
                 if budget == 0 or (completes and left > budget):
                     continue
-                has_room = self._make_room(request, request.num_computed_tokens + min(left, budget), unserved, output)
+                has_room = self._make_room(request, num_computed_tokens + min(left, budget), unserved, output)
                 unserved.remove(request)
                 may_admit = may_admit and not output.preempted
                 if not has_room:
@@ -200,16 +232,17 @@ class Scheduler:
                 may_admit = (budget > 0 or request.awaits_kv) and self._admit(request, budget, now)
                 if not may_admit or request.awaits_kv:
                     continue
-            num_computed_tokens = request.num_computed_tokens
-            left = request.num_tokens - num_computed_tokens
+                num_computed_tokens = request.num_computed_tokens
+                left = request.num_tokens - num_computed_tokens
             num_scheduled_tokens = min(left, budget)
             budget -= num_scheduled_tokens
             samples = num_scheduled_tokens == left
             completes = completes or (samples and self._is_shortest_first)
-            request.last_scheduled_time = now
+            if not self._in_flight:
+                request.last_scheduled_time = now
             block_ids = self._manager.block_ids(request)
             output.scheduled.append(
-                ScheduledRequest(request, num_computed_tokens, num_scheduled_tokens, block_ids, samples)
+                ScheduledRequest(request, num_computed_tokens, num_scheduled_tokens, block_ids, samples, now)
             )
 
     def _make_room(self, request: Request, num_tokens: int, unserved: list[Request], output: SchedulerOutput) -> bool:
@@ -254,7 +287,13 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
-        """Takes a running request's blocks. It waits where its arrival puts it and computes all its tokens anew."""
+        """Takes a running request's blocks. It waits where its arrival puts it and computes all its tokens anew.
+
+        Raises:
+            ResultNeeded: a step is in flight, which may write those blocks and end sequences.
+        """
+        if self._in_flight:
+            raise ResultNeeded
         self.places.move(request, RequestStatus.PREEMPTED)
         self._manager.free(request)
         request.num_computed_tokens = 0
@@ -269,7 +308,7 @@ class Scheduler:
     def update_from_output(self, output: SchedulerOutput, result: RunnerOutput) -> None:
         """Counts what was computed, commits full blocks, appends sampled tokens, ends sequences.
 
-        Requests that were aborted while the step ran are passed over, their tokens dropped.
+        Requests that ended since the step was decided are passed over, their tokens dropped.
         """
         block_size, now = self._block_size, 0.0
         for scheduled in output.scheduled:
@@ -295,12 +334,16 @@ class Scheduler:
                     self._finish(request, FinishReason.ERROR, error)
                 else:
                     self._append(request, sampled)
+        if self.config.overlap:
+            self._in_flight.end(output)
 
     def fail_step(self, output: SchedulerOutput, error: BiphaseError) -> None:
         """Ends every request of a step that did not come back."""
         for scheduled in output.scheduled:
             if scheduled.request.status is RequestStatus.RUNNING:
                 self._finish(scheduled.request, FinishReason.ERROR, error)
+        if self.config.overlap:
+            self._in_flight.end(output)
 
     def _append(self, request: Request, sampled: SampledToken) -> None:
         self._reporter.append(request, sampled)
@@ -314,6 +357,8 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, error: BiphaseError | None = None) -> None:
         """The one way out of every state."""
         self.places.remove(request, _FINISHED[reason])
+        if self.config.overlap:
+            self._in_flight.remove_request(request)
         if self._manager.has_blocks(request):
             self._manager.free(request)
         self.num_finished[reason] += 1
@@ -330,4 +375,5 @@ class Scheduler:
             assert request.num_computed_tokens < request.num_tokens
             assert request.num_computed_tokens == 0 or has_blocks
             assert not has_blocks or self._manager.num_unused_slots(request) >= 0
+        self._in_flight.check_integrity()
         self._manager.check_integrity()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from biphase.cache.block_pool import BlockPool
 from biphase.cache.manager import KVCacheManager
 from biphase.engine import BlocksComputed, Engine, EngineEvent, Finished, Reserved, SchedulerConfig, Tokens
-from biphase.errors import BiphaseError, OverloadedError
-from biphase.request import FinishReason, Request, RequestId, SamplingParams
+from biphase.errors import BiphaseError, InvalidRequestError, OverloadedError
+from biphase.request import FinishReason, Request, RequestId, SamplingParams, StructuredOutput
 from biphase.scheduler.output import SampledToken
-from tests.fake_runner import FakeRunner, expected_tokens, kv_of
+from tests.fake_runner import FakeOverlappingRunner, FakeRunner, expected_tokens, kv_of
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40
@@ -65,11 +65,12 @@ class Client:
 
 
 class World:
-    def __init__(self, seed: int, policy: str, enable_caching: bool) -> None:
+    def __init__(self, seed: int, policy: str, enable_caching: bool, overlap: bool) -> None:
         self.rng = random.Random(seed)
         self.pool = BlockPool(NUM_BLOCKS, enable_caching)
         self.manager = KVCacheManager(self.pool, block_size=BLOCK_SIZE, namespace=b"test")
-        self.runner = FakeRunner(self.pool, BLOCK_SIZE, 32)
+        self.overlapping = FakeOverlappingRunner(self.pool, BLOCK_SIZE, 32, seed=seed)
+        self.runner = self.overlapping if overlap else FakeRunner(self.pool, BLOCK_SIZE, 32)
         self.now = 0.0
         config = SchedulerConfig(
             max_num_seqs=6,
@@ -78,6 +79,7 @@ class World:
             max_waiting=12,
             policy=policy,
             ageing_seconds=20.0,
+            overlap=overlap,
         )
         self.engine = Engine(self.runner, self.manager, config, clock=lambda: self.now)
         self.clients: dict[str, Client] = {}
@@ -100,6 +102,8 @@ class World:
             ignore_eos=rng.random() < 0.5,
             prompt_logprobs=1 if rng.random() < 0.05 else None,
         )
+        if not (sampling.min_tokens or sampling.ignore_eos) and rng.random() < 0.1:
+            sampling = replace(sampling, structured_output=StructuredOutput("regex", "."))
         self.serial += 1
         request = Request(
             RequestId(f"r{self.serial}"),
@@ -152,6 +156,12 @@ class World:
         self.pool.release(client.io)
         client.io = []
 
+    def fail(self) -> None:
+        """From now on there is no token for one of the requests."""
+        if self.clients:
+            request_id = self.rng.choice(list(self.clients.values())).request.request_id
+            self.overlapping.failing[request_id] = InvalidRequestError("no token")
+
     def abort(self) -> None:
         if self.clients:
             client = self.rng.choice(list(self.clients.values()))
@@ -170,12 +180,12 @@ class World:
     def check_end(self, client: Client) -> None:
         request, finished = client.request, client.finished
         assert finished is not None
-        assert finished.reason is not FinishReason.ERROR, finished.error
+        assert finished.reason is not FinishReason.ERROR or request.request_id in self.overlapping.failing
         self.num_ended[finished.reason] += 1
         del self.clients[request.request_id]
         whole = expected_tokens(request.prompt_token_ids, request.sampling, MAX_MODEL_LEN)
         whole = whole[request.num_preset_output_tokens :]
-        if finished.reason is FinishReason.ABORT:
+        if finished.reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert client.tokens == whole[: len(client.tokens)]
         elif request.prefill_only:
             assert client.tokens == whole[:1]
@@ -193,8 +203,9 @@ class World:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest_first"])
 @pytest.mark.parametrize("enable_caching", [True, False])
-def test_random_operations(policy: str, enable_caching: bool) -> None:
-    world = World(seed=hash_free_seed(policy, enable_caching), policy=policy, enable_caching=enable_caching)
+@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapping"])
+def test_random_operations(policy: str, enable_caching: bool, overlap: bool) -> None:
+    world = World(hash_free_seed(policy, enable_caching), policy, enable_caching, overlap)
     rng = world.rng
     for _ in range(10_000):
         world.now += 1.0
@@ -209,6 +220,10 @@ def test_random_operations(policy: str, enable_caching: bool) -> None:
             world.lease()
         elif roll < 0.422:
             world.pool.drop_cached()
+        elif roll < 0.424 and overlap:
+            world.fail()
+        elif roll < 0.46 and overlap:
+            world.overlapping.work()
         else:
             world.engine.step()
         world.check()
@@ -223,9 +238,13 @@ def test_random_operations(policy: str, enable_caching: bool) -> None:
         if not world.clients and not world.leases:
             break
     assert not world.clients
+    world.engine.step()  # One may be in flight of whose requests none is left.
     assert world.pool.num_used == 0
     assert world.engine.stats().num_preemptions > 20
     assert min(world.num_ended[r] for r in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)) > 20
+    if overlap:
+        assert world.overlapping.num_fed > 1000
+        assert world.num_ended[FinishReason.ERROR] > 3
     stats = world.engine.stats()
     assert (stats.prefix_cache_hits_tokens > 1000) == enable_caching
     assert stats.num_finished == {r.value: n for r, n in world.num_ended.items() if n}
