@@ -29,6 +29,7 @@ class Node:
         "family",
         "incarnation",
         "is_ready",
+        "is_unlisted",
         "max_num_batched_tokens",
         "max_num_seqs",
         "namespace",
@@ -53,6 +54,8 @@ class Node:
         self._info: node_pb2.NodeInfo | None = None
         self._status = node_pb2.NodeStatus()
         self.suspended_until = 0.0
+        # Whether the registry has forgotten it, while it answers.
+        self.is_unlisted = False
         # Sequences this gateway has running there, and their uncached prompt tokens still to be computed there.
         self.num_in_flight = 0
         self.num_prefill_tokens_in_flight = 0

@@ -59,15 +59,25 @@ class NodeDirectory:
             self._watch(address)
 
     def on_registry(self, records: Sequence[NodeRecord]) -> None:
-        """Takes the registry's list: new addresses are watched, absent ones dropped, new incarnations asked anew."""
+        """Takes the registry's list: new addresses are watched, new incarnations asked anew, absent ones dropped.
+
+        One that is absent and answers as ready all the same is kept: what is lost is its way to Redis, which costs hits
+        and no answers. Who leaves says so first, and who dies does not answer.
+        """
         listed = {record.address: record for record in records if record.role != "gateway" and record.address}
         for address, record in listed.items():
             node = self._watch(address)
             node.leaving = record.state == "draining"
+            node.is_unlisted = False
             if node.info is not None and node.incarnation != record.incarnation:
                 node.info = None
         for address in set(self._nodes) - set(listed) - set(self._static):
-            self._drop(address)
+            node = self._nodes[address]
+            if not node.is_ready:
+                self._drop(address)
+            elif not node.is_unlisted:
+                node.is_unlisted = True
+                log.warning("node_unlisted", node=node.node_id, address=address)
 
     def _watch(self, address: str) -> Node:
         node = self._nodes.get(address)
@@ -122,9 +132,13 @@ class NodeDirectory:
         return all(not isinstance(answer, BaseException) and answer.is_empty for answer in answers)
 
     async def _probe(self, node: Node, stub: Any) -> None:
-        if node.info is None or node.failed_probes:
+        if node.info is None or node.failed_probes or node.is_unlisted:
             info = await stub.GetInfo(node_pb2.GetInfoRequest(), timeout=_PROBE_TIMEOUT_SECONDS)
             if info.incarnation != node.incarnation:
+                if node.is_unlisted:
+                    # Somebody else at that address, whom the registry has not told of.
+                    node.info = None
+                    return
                 log.info("node_found", node=info.node_id, role=info.role, address=node.address,
                          incarnation=info.incarnation)  # fmt: skip
                 node.forget_prefill()

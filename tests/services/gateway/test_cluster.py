@@ -91,3 +91,28 @@ async def test_discovery_routing_and_loss(
     await asyncio.sleep(1.0)
     assert (await running.complete(prompt=prompt)).status_code == 200
     assert len(directory.usable("prefill")) == 3
+
+
+async def test_a_worker_that_only_redis_has_lost_is_used_until_it_ends(
+    start_gateway: StartGateway, says: Says, gateway_redis: EmbeddedValkey
+) -> None:
+    """Its heartbeats do not come through, and it answers: the registry's silence alone takes nobody out."""
+    redis = connect(gateway_redis.url)
+    registry = Registry(redis, ttl_seconds=1.5)
+    running = await start_gateway(redis_url=gateway_redis.url)
+    directory = running.gateway.nodes
+    kept, other = [await says().start() for _ in range(2)]
+    running.workers.extend([kept, other])
+    for worker in (kept, other):
+        await registry.heartbeat(_record(worker))
+    await running.settle(lambda: len(directory.usable("decode")) == 2)
+    await running.settle(lambda: all(node.is_unlisted for node in directory.nodes))
+    assert (await running.chat()).status_code == 200
+    # Another life at the address of one: nobody has told of it.
+    other.incarnation = "of another cluster"
+    await running.settle(lambda: [node.node_id for node in directory.nodes] == [kept.node_id])
+    await registry.heartbeat(_record(kept))
+    await running.settle(lambda: not directory.nodes[0].is_unlisted)
+    await kept.stop()
+    await running.settle(lambda: not directory.nodes)
+    await redis.aclose()
