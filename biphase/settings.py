@@ -227,6 +227,15 @@ ENGINE_FLAGS = (
     Flag("nice", non_negative, 0, "scheduling niceness added to the compute threads (0 to 19)"),
     Flag("native-kernels", boolean, True, "use the compiled kernels; false runs plain torch"),
     Flag("enforce-eager", boolean, False, "GPU: launch the kernels of decode steps one by one, without CUDA graphs"),
+    Flag(
+        "overlap-scheduling",
+        str,
+        "auto",
+        "decide and launch the next step while one runs; auto: on a GPU only. Steps wait for each other all the same "
+        "while a request with structured output, penalties, bad words of several tokens or unmet min_tokens runs, on a "
+        "GPU also one with top_p, top_k, logprobs, bad words, bias or allowed tokens",
+        choices=("auto", "on", "off"),
+    ),
     Flag("lease-seconds", positive_seconds, 10.0, "a block lease ends this long after its last renewal"),
     Flag("max-waiting", positive, 1024, "requests waiting for a place at most; more are refused"),
 )
@@ -249,6 +258,7 @@ class EngineSettings:
     nice: int
     native_kernels: bool
     enforce_eager: bool
+    overlap_scheduling: str
     lease_seconds: float
     max_waiting: int
 

@@ -15,7 +15,7 @@ import torch
 from biphase.cache.block_pool import BlockPool
 from biphase.cache.manager import KVCacheManager
 from biphase.cache.memory import BlockMemory
-from biphase.cache.tensors import FP8, kv_block_bytes, kv_dtype_name, kv_tensor
+from biphase.cache.tensors import FP8, kv_block_bytes, kv_tensor
 from biphase.engine import Engine, EngineEvent, EngineStats, SchedulerConfig, Tokens
 from biphase.model.executors import ExecutorOptions, choose_executor
 from biphase.model.forward import ForwardBatch
@@ -80,30 +80,41 @@ def generate(
     return output, engine.stats()
 
 
-def assert_a_tiny_pool_changes_nothing(model: LoadedModel, **options: Any) -> None:
+def assert_a_tiny_pool_changes_nothing(model: LoadedModel, *, overlap: bool, **options: Any) -> None:
+    """Nor, with `overlap`, that each step is decided while the one before runs."""
     roomy, stats = generate(model, 100, max_num_batched_tokens=512, **options)
     assert stats.num_preemptions == 0
     assert all(len(tokens) == 30 for tokens in roomy.values())
     for enable_caching, policy, budget in ((True, "shortest_first", 48), (False, "fcfs", 32)):
-        tight, stats = generate(model, 14, enable_caching, policy=policy, max_num_batched_tokens=budget, **options)
+        config: dict[str, Any] = {"policy": policy, "max_num_batched_tokens": budget, "overlap": overlap}
+        tight, stats = generate(model, 14, enable_caching, **config, **options)
         assert stats.num_preemptions > 0
         assert tight == roomy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", [torch.float32, FP8], ids=kv_dtype_name)
-def test_a_tiny_pool_and_small_chunks_change_no_token(bundled_model: LoadedModel, kv_dtype: torch.dtype) -> None:
-    assert_a_tiny_pool_changes_nothing(bundled_model, kv_dtype=kv_dtype)
+@pytest.mark.parametrize(("kv_dtype", "overlap"), [(torch.float32, False), (torch.float32, True), (FP8, False)])
+def test_a_tiny_pool_and_small_chunks_change_no_token(
+    bundled_model: LoadedModel, kv_dtype: torch.dtype, overlap: bool
+) -> None:
+    assert_a_tiny_pool_changes_nothing(bundled_model, overlap=overlap, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "native"),
+    ("dtype", "kv_dtype", "native", "overlap"),
     # Not 16 bits in plain torch: its sums round by the shape of the batch, and a near tie then falls either way.
-    [("bfloat16", None, True), ("bfloat16", FP8, True), ("float32", FP8, False)],
+    [
+        ("bfloat16", None, True, False),
+        ("bfloat16", FP8, True, False),
+        ("bfloat16", FP8, True, True),
+        ("float32", FP8, False, False),
+    ],
 )
-def test_nor_with_any_other_dtype(tmp_path: Path, dtype: str, kv_dtype: torch.dtype | None, native: bool) -> None:
+def test_nor_with_any_other_dtype(
+    tmp_path: Path, dtype: str, kv_dtype: torch.dtype | None, native: bool, overlap: bool
+) -> None:
     model = load_model(resolve_model(str(save_tiny("llama", tmp_path))), dtype)
-    assert_a_tiny_pool_changes_nothing(model, kv_dtype=kv_dtype, native=native)
+    assert_a_tiny_pool_changes_nothing(model, overlap=overlap, kv_dtype=kv_dtype, native=native)
 
 
 # How far logits over keys and values in fp8 may be from those over exact ones, on the bundled model: Kullback-Leibler

@@ -41,6 +41,13 @@ class Executor:
 
     forward: Forward
     name: str
+    # Whether a call waits for a device before it returns; never said of calls that compute on the host.
+    waits: bool = False
+
+    @property
+    def feeds(self) -> bool:
+        """Whether the forward pass puts tokens that are on the device alone into the batch (`ForwardBatch.fed`)."""
+        return self.name == "gpu"
 
     @property
     def takes_host_batches(self) -> bool:
@@ -54,7 +61,8 @@ def choose_executor(model: LoadedModel, kv_cache: Tensor, options: ExecutorOptio
         try:
             if kv_cache.device.type == "cpu":
                 return Executor(_native(model, kv_cache, options), "native")
-            return Executor(_gpu(model, kv_cache, options), "gpu")
+            # Experts are chosen on the host.
+            return Executor(_gpu(model, kv_cache, options), "gpu", waits=model.spec.moe is not None)
         except _Unavailable as error:
             log.warning(
                 "native_kernels_unavailable",
@@ -62,7 +70,7 @@ def choose_executor(model: LoadedModel, kv_cache: Tensor, options: ExecutorOptio
                 consequence="this worker runs plain torch and is several times slower",
             )
     eager = EagerForward(model.spec, model.dense_weights(), kv_cache, max_model_len=options.max_model_len)
-    return Executor(eager, "eager")
+    return Executor(eager, "eager", waits=kv_cache.device.type != "cpu")
 
 
 class _Unavailable(Exception):

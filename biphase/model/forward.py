@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class FedTokens:
+    """Tokens of a batch that the step before samples, and that no host has seen: token `at[i]` is `tokens[rows[i]]`."""
+
+    at: torch.Tensor  # int64 [num_fed], CPU, ascending
+    rows: torch.Tensor  # int64 [num_fed], CPU
+    tokens: torch.Tensor  # int32 [max_num_seqs], where the model runs; complete once the step before is done
+
+    def put(self, token_ids: torch.Tensor) -> None:
+        """Writes them into `token_ids`, int32 [num_tokens], where `tokens` is."""
+        device = token_ids.device
+        token_ids[self.at.to(device)] = self.tokens[self.rows.to(device)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +37,17 @@ class ForwardBatch:
     seq_lens: torch.Tensor  # int32 [num_seqs]
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks_per_seq]; entries past the sequence are undefined
     logits_indices: torch.Tensor  # int32 [num_logits], rows of the batch whose logits are wanted
+    # Tokens that are not in token_ids yet; only for a Forward that takes them (`Executor.feeds`).
+    fed: FedTokens | None = None
+
+    def to(self, device: torch.device) -> ForwardBatch:
+        """The same on a device; what is fed stays where it is."""
+        moved: dict[str, Any] = {
+            item.name: getattr(self, item.name).to(device, non_blocking=True)
+            for item in fields(self)
+            if item.name != "fed"
+        }
+        return replace(self, **moved)
 
 
 class Forward(Protocol):

@@ -119,11 +119,11 @@ class GpuForward:
             return self._logits[:0]
         if num_tokens == num_seqs and self._replays:
             size = self._sizes[bisect_left(self._sizes, num_seqs)]
-            self._inputs.load(batch, size)
+            loaded = self._inputs.load(batch, size)
             # Logits of every row were recorded.
             self._replays[size]()
             if num_logits == num_seqs:
                 return self._logits[:num_seqs]
-            return self._logits[batch.logits_indices.to(self._logits.device)]
+            return self._logits[loaded.logits_indices]
         self._run(self._inputs.load(batch, num_seqs))
         return self._logits[:num_logits]

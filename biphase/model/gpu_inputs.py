@@ -28,8 +28,10 @@ class StepInputs:
         self._device = device
         self._is_cuda = device.type == "cuda"
         sizes = {
-            # Slots have 64 bits and come first: two words each, aligned.
+            # What has 64 bits comes first: two words each, aligned.
             "slots": 2 * max_tokens,
+            "fed_at": 2 * max_seqs,
+            "fed_rows": 2 * max_seqs,
             "token_ids": max_tokens,
             "positions": max_tokens,
             "starts": max_seqs + 1,
@@ -52,8 +54,10 @@ class StepInputs:
     def load(self, batch: ForwardBatch, num_padded: int) -> ForwardBatch:
         """Puts a batch on the device, padded with empty sequences of one token each.
 
+        Tokens that the step before samples are put in on the device, behind that step.
+
         Args:
-            batch: CPU tensors.
+            batch: CPU tensors, but for `fed.tokens`.
             num_padded: sequences after padding; more than the batch's only if each of those has one token.
 
         Returns:
@@ -79,10 +83,19 @@ class StepInputs:
             host["positions"][num_tokens:num_padded] = 0
             host["starts"][num_seqs + 1 : num_padded + 1] = torch.arange(num_seqs + 1, num_padded + 1)
             host["seq_lens"][num_seqs:num_padded] = 0
+        num_fed = 0
+        if batch.fed is not None:
+            num_fed = batch.fed.at.shape[0]
+            host["fed_at"].view(torch.int64)[:num_fed] = batch.fed.at
+            host["fed_rows"].view(torch.int64)[:num_fed] = batch.fed.rows
         self._words.copy_(self._host_words, non_blocking=True)
         self._load_tables(batch.block_tables)
         if self._copied is not None:
             self._copied.record()
+        if batch.fed is not None:
+            fields = self._fields
+            at, rows = (fields[name].view(torch.int64)[:num_fed] for name in ("fed_at", "fed_rows"))
+            fields["token_ids"].index_copy_(0, at, batch.fed.tokens.index_select(0, rows))
         return self.view(num_tokens + padding, num_padded, num_logits)
 
     def view(self, num_tokens: int, num_seqs: int, num_logits: int) -> ForwardBatch:

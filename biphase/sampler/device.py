@@ -1,6 +1,7 @@
 """Where tokens are chosen: by Triton kernels where logits lie on a GPU, by torch and numpy elsewhere.
 
-Owns the choice alone. Both ways give the same tokens, but where a draw falls within rounding of the border between two.
+Owns that choice, and small copies to and from a device. Both ways give the same tokens, but where a draw falls within
+rounding of the border between two.
 """
 
 from __future__ import annotations
@@ -48,3 +49,29 @@ def argmax(logits: Tensor) -> Tensor:
         # On one thread, as the sampler runs beside the CPU program, numpy's search is ten times as fast as torch's.
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Values from the host on a device, behind what it does already, without waiting for that."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class TokensOnTheirWay:
+    """Tokens [num_rows] that a device chooses, copied to the host when it has. Not yet run on a GPU."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+        self._copied: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def tolist(self) -> list[int]:
+        """Waits for them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return cast(list[int], self._tokens.tolist())

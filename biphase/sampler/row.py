@@ -62,7 +62,7 @@ class SamplingRow:
             or params.bad_words
             or params.allowed_token_ids
             or self.matcher is not None
-            or (params.min_tokens > 0 and (params.eos_token_ids or params.stop_token_ids))
+            or (self.num_outputs < params.min_tokens and (params.eos_token_ids or params.stop_token_ids))
         )
 
     def add_output(self, token_id: int) -> None:

@@ -16,13 +16,14 @@ from biphase.cache.hashing import namespace_digest
 from biphase.cache.manager import KVCacheManager
 from biphase.cache.memory import BlockMemory, SharedGenerations
 from biphase.cache.tensors import kv_block_bytes, kv_dtype_name, kv_dtype_of, kv_view, raw_tensor
-from biphase.engine import Runner, SchedulerConfig
+from biphase.engine import SchedulerConfig
 from biphase.errors import ConfigError
 from biphase.grammar.library import GrammarLibrary
 from biphase.model.loader import LoadedModel, load_model
 from biphase.model.source import resolve_model
 from biphase.rpc.v1 import node_pb2
 from biphase.runner import ModelRunner
+from biphase.steps import OverlappingRunner
 from biphase.telemetry.events import event_logger
 from biphase.tokenizer.loader import load_tokenizer
 from biphase.transfer.layout import KVLayout
@@ -39,7 +40,7 @@ _LAYOUT_NAME = "layers,kv,heads,tokens,dims"
 
 @dataclass(frozen=True, slots=True)
 class WorkerCore:
-    runner: Runner
+    runner: OverlappingRunner
     # To be called with blocks that were read from other nodes, before a step may use them.
     blocks_arrived: Callable[[Sequence[int]], None]
     memory: BlockMemory
@@ -88,7 +89,7 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
     grammars = GrammarLibrary(lambda: load_tokenizer(source).tokenizer, spec.vocab_size)
     blocks = raw_tensor(memory)
     mirror = None if shares_memory(device) else HostMirror(torch.zeros_like(blocks, device=device), blocks)
-    runner: Runner = ModelRunner(
+    runner: OverlappingRunner = ModelRunner(
         model,
         kv_view(blocks if mirror is None else mirror.device_blocks, *shape),
         block_size=settings.block_size,
@@ -117,6 +118,7 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
             max_waiting=settings.max_waiting,
             policy=policy,
             max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens,
+            overlap=overlaps(settings.overlap_scheduling, device),
         ),
         layout=layout,
         model=node_pb2.ModelInfo(
@@ -135,6 +137,11 @@ def build_core(settings: WorkerSettings, role: str) -> WorkerCore:
 def shares_memory(device: torch.device) -> bool:
     """Whether steps compute in the very memory that peers read and write."""
     return device.type == "cpu"
+
+
+def overlaps(overlap_scheduling: str, device: torch.device) -> bool:
+    """Whether steps overlap: "auto" says so where the device computes while the host decides, which a CPU does not."""
+    return overlap_scheduling == "on" or (overlap_scheduling == "auto" and device.type != "cpu")
 
 
 def _nothing(block_ids: Sequence[int]) -> None:

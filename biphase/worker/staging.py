@@ -3,7 +3,7 @@
 Transports move host memory only. So every block that others may read is copied to the host before anybody hears of
 it, and every block that was read from others is copied to the device before a step may use it:
 
-    runner.execute ─> device blocks ─ save ─> host blocks ─> committed, announced, read by peers
+    a runner's step ─> device blocks ─ save ─> host blocks ─> committed, announced, read by peers
     reads of peers' blocks ─> host blocks ─ load ─> device blocks ─> committed, run
 
 Owns the copies and when they happen. Block n of the host mirrors block n of the device; bookkeeping knows one pool.
@@ -13,12 +13,15 @@ Not yet run with a GPU: tested with two memories on CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from biphase.engine import Runner
+from biphase.request import SamplingParams
 from biphase.scheduler.output import RunnerOutput, SchedulerOutput
+from biphase.steps import OverlappingRunner
 from biphase.telemetry.events import event_logger
 
 log = event_logger(__name__)
@@ -49,6 +52,17 @@ class HostMirror:
         self.num_saved += len(block_ids)
         self._wait()
 
+    def begin_save(self, block_ids: Sequence[int]) -> torch.cuda.Event | None:
+        """Device to host behind what was launched so far. The event says when; None and nothing done without a GPU."""
+        if not self._is_cuda:
+            return None
+        for block_id in block_ids:
+            self._host[block_id].copy_(self._device[block_id], non_blocking=True)
+        self.num_saved += len(block_ids)
+        saved = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        saved.record(torch.cuda.current_stream(self._device.device))
+        return saved
+
     def load(self, block_ids: Sequence[int]) -> None:
         """Host to device; done when this returns, so that the host's block may be given to another read."""
         for block_id in block_ids:
@@ -61,10 +75,19 @@ class HostMirror:
             torch.cuda.current_stream(self._device.device).synchronize()
 
 
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A step of the other runner in flight; `final` is to be saved, or is on its way when `saved` is there."""
+
+    pending: Any
+    final: list[int]
+    saved: torch.cuda.Event | None
+
+
 class StagedRunner:
     """A Runner over another one: when a step is done, the blocks that became final lie in host memory too."""
 
-    def __init__(self, runner: Runner, mirror: HostMirror, block_size: int) -> None:
+    def __init__(self, runner: OverlappingRunner, mirror: HostMirror, block_size: int) -> None:
         self._runner, self._mirror, self._block_size = runner, mirror, block_size
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
@@ -73,6 +96,23 @@ class StagedRunner:
         if final:
             self._mirror.save(final)
         return result
+
+    def begin(self, output: SchedulerOutput) -> _Staged:
+        pending = self._runner.begin(output)
+        final = final_blocks(output, self._block_size)
+        # Before the next step is launched, for which a copy later on would have to wait.
+        return _Staged(pending, final, self._mirror.begin_save(final) if final else None)
+
+    def finish(self, pending: _Staged) -> RunnerOutput:
+        result = self._runner.finish(pending.pending)
+        if pending.saved is not None:
+            pending.saved.synchronize()
+        elif pending.final:
+            self._mirror.save(pending.final)
+        return result
+
+    def num_awaited_outputs(self, sampling: SamplingParams) -> int:
+        return self._runner.num_awaited_outputs(sampling)
 
 
 def final_blocks(output: SchedulerOutput, block_size: int) -> list[int]:

@@ -1,10 +1,11 @@
 """What a decode step of the engine spends beside the model, and what prefix caching costs when nothing is ever found.
 
-    python -m tests.bench.step_share [--sequences 32] [--prompt 128] [--output 128] [--rounds 3] [--sampled]
+    python -m tests.bench.step_share [--sequences 32] [--prompt 128] [--output 128] [--rounds 3] [--sampled] [--overlap]
 
 Runs the bundled model in one process: scheduler, cache manager, runner and sampler as a worker has them, sinks that do
 nothing. With prefix caching on and off in turn, on prompts that share nothing. Prints a table: milliseconds of a step
-with every sequence in it, by part, and output tokens/s of the whole load, prompts included.
+with every sequence in it, by part, and output tokens/s of the whole load, prompts included. With --overlap: of steps
+that overlap and steps that do not, in turn, instead.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Rig:
         )  # fmt: skip
 
     def load(
-        self, enable_caching: bool, prompt: int, output: int, temperature: float, seed: int
+        self, enable_caching: bool, prompt: int, output: int, temperature: float, seed: int, overlap: bool = False
     ) -> tuple[Parts, float]:
         """Returns the parts of steps with every sequence in them, and output tokens/s of all."""
         draw = random.Random(seed)
@@ -90,7 +91,7 @@ class Rig:
         plain = runner._forward, runner._sample, runner.execute
         runner._forward, runner._sample = parts.timed("model", plain[0]), parts.timed("sample", plain[1])
         runner.execute = parts.timed("execute", plain[2])
-        config = SchedulerConfig(max_num_seqs=self.num_sequences, max_num_batched_tokens=MAX_TOKENS)
+        config = SchedulerConfig(max_num_seqs=self.num_sequences, max_num_batched_tokens=MAX_TOKENS, overlap=overlap)
         engine: Any = Engine(runner, manager, config)
         scheduler = engine._scheduler
         scheduler.schedule = parts.timed("schedule", scheduler.schedule)
@@ -110,7 +111,10 @@ class Rig:
                 whole = time.perf_counter() - before
                 requests = scheduler.places.running.requests
                 if running and len(requests) == self.num_sequences and all(r.num_output_tokens > 1 for r in requests):
-                    parts.end(whole)
+                    if overlap:
+                        parts.seconds["whole"].append(whole)
+                    else:
+                        parts.end(whole)
             seconds = time.perf_counter() - started
         finally:
             runner._forward, runner._sample, runner.execute = plain
@@ -122,17 +126,40 @@ def _ignore(event: EngineEvent) -> None:
     return None
 
 
+def compare_overlap(rig: Rig, given: argparse.Namespace) -> None:
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    steps: dict[bool, list[float]] = {True: [], False: []}
+    for n in range(given.rounds):
+        for overlap in (True, False) if n % 2 == 0 else (False, True):
+            temperature = 0.8 if given.sampled else 0.0
+            parts, rate = rig.load(True, given.prompt, given.output, temperature, n + 1, overlap)
+            rates[overlap].append(rate)
+            steps[overlap] += parts.seconds["whole"]
+    print(f"{given.sequences} sequences, {given.prompt} tokens in, {given.output} out, {given.rounds} rounds\n")
+    for overlap in (True, False):
+        print(
+            f"steps {'overlap' if overlap else 'alone  '}: median {statistics.median(steps[overlap]) * 1e3:.2f} ms, "
+            f"{statistics.median(rates[overlap]):.1f} output tokens/s"
+        )
+    ratios = sorted(on / off for on, off in zip(rates[True], rates[False], strict=True))
+    print(f"overlap over alone, tokens/s: median {statistics.median(ratios):.3f}, {ratios[0]:.3f} to {ratios[-1]:.3f}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     for name, default in (("sequences", 32), ("prompt", 128), ("output", 128), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8 and top_p 0.95 instead of greedy")
+    parser.add_argument("--overlap", action="store_true", help="compare steps that overlap with steps that do not")
     given = parser.parse_args()
     rig = Rig(given.sequences, given.prompt + given.output)
     temperature = 0.8 if given.sampled else 0.0
     rig.load(True, given.prompt, 8, temperature, 0)
     gc.collect()
     gc.freeze()
+    if given.overlap:
+        compare_overlap(rig, given)
+        return 0
     rates: dict[bool, list[float]] = {True: [], False: []}
     shares: dict[bool, dict[str, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
     for n in range(given.rounds):

@@ -9,17 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from biphase.cache.block_pool import BlockPool
+from biphase.cache.manager import KVCacheManager
 from biphase.cache.tensors import FP8
+from biphase.engine import Engine, EngineEvent, SchedulerConfig, Tokens
 from biphase.model import executors
 from biphase.model.executors import Executor, ExecutorOptions
+from biphase.model.forward import ForwardBatch
 from biphase.model.gpu_forward import CudaGraphs, GpuForward
 from biphase.model.loader import LoadedModel, load_model
 from biphase.model.packed import PackedMatrix
 from biphase.model.source import resolve_model
 from biphase.ops.gpu import can_multiply
-from biphase.request import SamplingParams
+from biphase.request import Request, RequestId, SamplingParams
+from biphase.runner import ModelRunner
 from tests.model.packed_checkpoints import save_packed
-from tests.stepping import Stepper, requests_of
+from tests.stepping import Stepper, poisoned_cache, requests_of
 from tests.tiny_models import save_tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,6 +113,56 @@ def test_mixed_steps_sampling_and_prompt_logprobs(
     assert tokens == expected_tokens
     assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
     assert len(logprobs) == 4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_overlapping_steps_feed_their_tokens_on(
+    name: str, tmp_path: Path, gpu_recorder: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(name, tmp_path)
+    sampling = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=3), SamplingParams(max_tokens=4)]
+    if name == "llama":
+        sampling[1] = SamplingParams(max_tokens=6, temperature=1.0, seed=3, min_p=0.01)
+    # Their blocks are smaller than their outputs; the last prompt comes in two chunks while the others decode.
+    requests = [Request(RequestId(f"r{n}"), PROMPTS[n], params) for n, params in enumerate(sampling)]
+    output, num_fed = generate(model, requests, overlap=True)
+    assert num_fed >= 4
+    assert DEVICE == "cuda" or gpu_recorder.num_replayed > 0 or name == "qwen3_moe"
+    monkeypatch.undo()
+    requests = [Request(RequestId(f"r{n}"), PROMPTS[n], params) for n, params in enumerate(sampling)]
+    assert generate(model, requests, overlap=False) == (output, 0)
+
+
+def generate(model: LoadedModel, requests: list[Request], overlap: bool) -> tuple[dict[str, list[int]], int]:
+    """Tokens of each, and how many were fed from one step to the next."""
+    limits: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 12, "max_model_len": 32}
+    cache = poisoned_cache(model.spec, 24, 4, torch.float32).to(DEVICE)
+    runner = ModelRunner(model, cache, block_size=4, num_threads=1, **limits)
+    pool = BlockPool(24)
+    engine = Engine(
+        runner, KVCacheManager(pool, block_size=4, namespace=b"test"), SchedulerConfig(**limits, overlap=overlap)
+    )
+    num_fed = 0
+    forward = runner._forward
+
+    def count(batch: ForwardBatch) -> torch.Tensor:
+        nonlocal num_fed
+        num_fed += 0 if batch.fed is None else len(batch.fed.at)
+        return forward(batch)
+
+    runner._forward = count
+    output: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+
+        def sink(event: EngineEvent, name: str = request.request_id) -> None:
+            if isinstance(event, Tokens):
+                output[name] += event.token_ids
+
+        engine.add_request(request, sink)
+    while engine.step():
+        engine._scheduler.check_integrity()
+    assert pool.num_used == 0
+    return output, num_fed
 
 
 def test_keys_and_values_in_fp8(tmp_path: Path, gpu_recorder: Replays, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from biphase.model.forward import ForwardBatch
+from biphase.model.forward import FedTokens, ForwardBatch
 from biphase.model.gpu_forward import recorded_sizes
 from biphase.model.gpu_inputs import StepInputs
 
@@ -53,6 +54,25 @@ def test_padding_is_empty_sequences_of_one_token() -> None:
     assert loaded.slot_mapping.tolist() == [2**33, 2**33 + 1, 2**33 + 2, -1, -1, -1]
     assert loaded.token_ids.tolist() == [10, 11, 12, 0, 0, 0]
     assert loaded.positions.tolist() == [0, 1, 2, 0, 0, 0]
+
+
+def test_tokens_that_only_the_device_knows_are_put_in_there() -> None:
+    inputs = StepInputs(DEVICE, 16, 8, 8)
+    batch = batch_of([1, 3, 1], [5, 6, 7], [[1], [2], [3]], [0, 3, 4])
+    last = torch.tensor([40, 41, 42, 43], dtype=torch.int32, device=DEVICE)
+    fed = replace(batch, fed=FedTokens(torch.tensor([0, 4]), torch.tensor([3, 1]), last))
+    loaded = inputs.load(fed, 3)
+    assert loaded.token_ids.tolist() == [43, 11, 12, 13, 41]
+    assert batch.token_ids.tolist() == [10, 11, 12, 13, 14]
+    # Not again, unless it is said again.
+    assert inputs.load(batch, 3).token_ids.tolist() == [10, 11, 12, 13, 14]
+    token_ids = batch.token_ids.to(DEVICE)
+    assert fed.fed is not None
+    fed.fed.put(token_ids)
+    assert token_ids.tolist() == [43, 11, 12, 13, 41]
+    moved = fed.to(DEVICE)
+    same(moved, batch)
+    assert moved.fed is fed.fed
 
 
 def test_addresses_do_not_move() -> None:

@@ -41,10 +41,14 @@ def prompt(seed: int, length: int) -> list[int]:
     return [3 + (seed * 31 + i * 7) % 200 for i in range(length)]
 
 
-async def test_a_hand_off_between_two_such_workers(tiny_llama: Path, own_memory: list[HostMirror]) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+async def test_a_hand_off_between_two_such_workers(
+    tiny_llama: Path, own_memory: list[HostMirror], overlap: str
+) -> None:
+    flags = ("--overlap-scheduling", overlap)
     async with (
-        running_worker("prefill", tiny_llama, "p") as prefill,
-        running_worker("decode", tiny_llama, "d") as decode,
+        running_worker("prefill", tiny_llama, "p", *flags) as prefill,
+        running_worker("decode", tiny_llama, "d", *flags) as decode,
     ):
         client = Client(decode)
         for length in (1, 15, 16, 33, 150):
@@ -102,18 +106,35 @@ def test_final_blocks(share: ScheduledRequest, expected: list[int]) -> None:
     assert final_blocks(SchedulerOutput([share]), 4) == expected
 
 
-def test_blocks_are_copied_whole_and_no_others() -> None:
+@pytest.mark.parametrize("in_halves", [False, True])
+def test_blocks_are_copied_whole_and_no_others(in_halves: bool) -> None:
     device, host = torch.randn(6, 2, 3), torch.zeros(6, 2, 3)
     mirror = HostMirror(device, host)
 
     class Runner:
         def execute(self, output: SchedulerOutput) -> RunnerOutput:
-            device[3] = 5.0
+            return self.finish(self.begin(output))
+
+        def begin(self, output: SchedulerOutput) -> None:
+            return None
+
+        def finish(self, pending: None) -> RunnerOutput:
+            device[3] += 5.0
             return RunnerOutput()
 
-    StagedRunner(Runner(), mirror, 4).execute(
-        SchedulerOutput([ScheduledRequest(scheduled(0, 4).request, 0, 4, [3], True)])
-    )
+        def num_awaited_outputs(self, sampling: SamplingParams) -> int:
+            return 7
+
+    device[3] = 0.0
+    step = SchedulerOutput([ScheduledRequest(scheduled(0, 4).request, 0, 4, [3], True)])
+    runner = StagedRunner(Runner(), mirror, 4)
+    if in_halves:
+        pending = runner.begin(step)
+        assert not bool(host.any())
+        runner.finish(pending)
+    else:
+        runner.execute(step)
+    assert runner.num_awaited_outputs(SamplingParams()) == 7
     assert bool((host[3] == 5.0).all())
     assert not bool(host[[0, 1, 2, 4, 5]].any())
     host[1] = 8.0
@@ -140,6 +161,14 @@ def test_a_gpu_s_blocks_fit_the_gpu_and_the_host(monkeypatch: pytest.MonkeyPatch
         num_kv_blocks(chosen, block_bytes, 131072, memory)
     with pytest.raises(ConfigError, match="gpu-memory-utilization"):
         num_kv_blocks(chosen, block_bytes, 8192, DeviceMemory(16 * 2**30, 2**28, working))
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "expected"),
+    [("auto", "cpu", False), ("auto", "cuda", True), ("on", "cpu", True), ("off", "cuda", False)],
+)
+def test_steps_overlap_where_a_device_computes(setting: str, device: str, expected: bool) -> None:
+    assert worker_core.overlaps(setting, torch.device(device)) == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
