@@ -21,7 +21,7 @@ from tests.deploy.manifests import (
 )
 
 ROLES = tuple(FLAGS_OF_ROLE)
-OURS = (*ROLES, "redis", "prometheus", "grafana")
+OURS = (*ROLES, "gateway-2", "redis", "prometheus", "grafana")
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,16 @@ def test_gpu_file_changes_services_that_exist(stack: dict[str, Any]) -> None:
     for role in ROLES:
         given = {name for name in document["services"][role]["environment"] if name.startswith("BIPHASE_")}
         assert given <= environment_variables(role)
+
+
+def test_tls_file_gives_every_service_its_certificates(stack: dict[str, Any]) -> None:
+    (document,) = read_yaml(COMPOSE / "compose.tls.yaml")
+    assert document["services"].keys() == {name for name in stack if name.partition("-")[0] in ROLES}
+    for name, service in document["services"].items():
+        assert service["environment"].keys() == {"BIPHASE_TLS_CERT", "BIPHASE_TLS_KEY", "BIPHASE_TLS_CA"}
+        assert service["environment"].keys() <= environment_variables(name.partition("-")[0])
+        (folder,) = (substituted(volume).split(":")[1] for volume in service["volumes"])
+        assert all(path.startswith(f"{folder}/") for path in service["environment"].values())
 
 
 def test_torch_has_the_pinned_version() -> None:
