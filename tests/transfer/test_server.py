@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import random
 import socket
 import struct
 import time
@@ -129,7 +130,7 @@ def test_a_peer_that_says_nothing_is_not_waited_for(
         (frames.pack_header(Kind.READ, 6) + struct.pack("<HI", 65535, 1), "claims 1 blocks"),
         (frames.pack_header(Kind.READ, 24) + struct.pack("<HI2sQQ", 2, 1, b"\xff\xff", 0, 0), "not text"),
         (frames.pack_json(Kind.HELLO, {}), "in place of READ"),
-        (os.urandom(64), "not a block transfer connection"),
+        (random.Random(1).randbytes(64), "not a block transfer connection"),
     ],
 )
 def test_nonsense_in_place_of_a_read(
