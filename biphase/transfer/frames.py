@@ -31,11 +31,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from biphase.errors import TransferFailedError
 
-VERSION = 3
+VERSION = 4
 MAX_HELLO_BYTES = 64 * 1024
 MAX_BATCH_BLOCKS = 256
 MAX_READ_BLOCKS = 8 * MAX_BATCH_BLOCKS
@@ -164,16 +163,6 @@ def unpack_read(body: bytes, max_blocks: int = MAX_READ_BLOCKS) -> tuple[str, Wo
 
 def pack_data(statuses: bytes) -> bytes:
     return pack_header(Kind.DATA, len(statuses)) + statuses
-
-
-def seal(sums: bytes, block_ids: bytes) -> bytes:
-    """The last word of a batch's trailer, after XXH3-64 of each block's bytes: that of these sums and of the blocks'
-    ids at the holder together, both packed, so that blocks or whole batches in each other's place do not pass.
-
-    The ids are no seeds: those make a sum of a few kilobytes twice as slow.
-    """
-    digest: int = xxhash.xxh3_64_intdigest(sums + block_ids)
-    return digest.to_bytes(WORD_BYTES, "little")
 
 
 def trailer_bytes(num_blocks: int) -> int:

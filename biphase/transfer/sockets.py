@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from biphase.errors import TransferFailedError
 from biphase.transfer.frames import HEADER_BYTES, Kind, unpack_header
-from biphase.transfer.spans import SpanSocket, rest_of
+from biphase.transfer.spans import Spans, SpanSocket
 
 TICK_SECONDS = 0.1
 # More buffers in one system call are an error (IOV_MAX).
@@ -103,13 +103,13 @@ class DeadlineSocket:
             deadline,
         )
 
-    def recv_spans(self, spans: bytes, num_bytes: int, deadline: float) -> None:
+    def recv_spans(self, spans: Spans, num_bytes: int, deadline: float) -> None:
         """`recv_into` for runs of memory (spans.py), of which there may be many."""
-        self._move(socket.SO_RCVTIMEO, self._spans.receive, rest_of, spans, num_bytes, deadline)
+        self._move(socket.SO_RCVTIMEO, self._spans.receive, Spans.rest, spans, num_bytes, deadline)
 
-    def send_spans(self, spans: bytes, num_bytes: int, deadline: float) -> None:
+    def send_spans(self, spans: Spans, num_bytes: int, deadline: float) -> None:
         """`send` for runs of memory."""
-        self._move(socket.SO_SNDTIMEO, self._spans.send, rest_of, spans, num_bytes, deadline)
+        self._move(socket.SO_SNDTIMEO, self._spans.send, Spans.rest, spans, num_bytes, deadline)
 
     def send_bytes(self, raw: bytes, deadline: float) -> None:
         self.send([raw], len(raw), deadline)

@@ -11,6 +11,8 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from biphase.cache.memory import BlockMemory
 from biphase.transfer import frames
 from biphase.transfer.channels import ReaderContext, ReadProgress, ReadRequest, Tick, sort_out
@@ -19,7 +21,7 @@ from biphase.transfer.frames import FrameError, Kind, Status, Words
 from biphase.transfer.handshake import Welcome, introduce, measure_pattern
 from biphase.transfer.leases import HolderPool, LeaseTable, generations_of
 from biphase.transfer.sockets import DeadlineSocket
-from biphase.transfer.spans import SPAN_BYTES, SUM_BYTES, BlockSpans, Scratch, summing
+from biphase.transfer.spans import SPAN_BYTES, SUM_BYTES, BlockSpans, Scratch, SpanArray, Spans, Summing, summing
 from biphase.transfer.tls import connect
 
 _BATCH_BYTES = 512 * 1024
@@ -33,15 +35,68 @@ def batch_blocks(block_bytes: int) -> int:
     return max(1, min(frames.MAX_BATCH_BLOCKS, _BATCH_BYTES // block_bytes))
 
 
-class _Part:
-    """The blocks of one READ, column by column: what every batch needs a slice of is made once."""
+class _Batches:
+    """Blocks of one READ, at least one, as they cross: batch by batch their runs, and after each's that of its trailer.
 
-    def __init__(self, blocks: Sequence[ReadRequest], spans: BlockSpans) -> None:
+    Args:
+        spans: of the blocks.
+        block_ids: at the holder.
+        size: blocks in a batch.
+        front: goes before the first batch, in the same call.
+    """
+
+    def __init__(self, spans: SpanArray, block_ids: Words, size: int, front: bytes = b"") -> None:
+        num_blocks = len(spans)
+        self.edges: list[int] = [*range(0, num_blocks, size), num_blocks]
+        num_batches = len(self.edges) - 1
+        # One after the other; the front comes last, so that all sums are aligned.
+        trailers_end = (num_blocks + num_batches) * SUM_BYTES
+        self._scratch = Scratch(trailers_end + len(front))
+        self._scratch.view[trailers_end:] = front
+        edges = np.array(self.edges, np.int64)
+        starts = (edges[:-1] + np.arange(num_batches)) * SUM_BYTES
+        lengths = (np.diff(edges) + 1) * SUM_BYTES
+        trailers = np.stack([starts + self._scratch.address, lengths], axis=1)
+        head = np.array([[self._scratch.address + trailers_end, len(front)]], np.int64)
+        self._runs = Spans.all_of(np.concatenate([head, np.insert(spans, edges[1:], trailers, axis=0)]))
+        self._num_front_bytes = len(front)
+        self._ids = np.ascontiguousarray(block_ids)
+        self._ids_address = self._ids.ctypes.data
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    def num_blocks(self, batch: int) -> int:
+        return self.edges[batch + 1] - self.edges[batch]
+
+    def runs(self, batch: int, block_bytes: int) -> tuple[Spans, int]:
+        """Those of a batch with its trailer, and how many bytes that is."""
+        start, end = self.edges[batch], self.edges[batch + 1]
+        num_bytes = (end - start) * (block_bytes + SUM_BYTES) + SUM_BYTES
+        if batch == 0 and self._num_front_bytes:
+            return self._runs.part(0, end + 2), num_bytes + self._num_front_bytes
+        return self._runs.part(start + batch + 1, end + batch + 2), num_bytes
+
+    def sum(self, summing: Summing, batch: int, trailer: int) -> None:
+        """Writes what a batch's trailer must be to an address."""
+        start = self.edges[batch]
+        first = self._runs.address + (start + batch + 1) * SPAN_BYTES
+        summing(first, self.num_blocks(batch), self._ids_address + start * SUM_BYTES, trailer)
+
+    def trailer(self, batch: int) -> tuple[int, memoryview]:
+        """Its address, and its bytes."""
+        start = (self.edges[batch] + batch) * SUM_BYTES
+        end = start + (self.num_blocks(batch) + 1) * SUM_BYTES
+        return self._scratch.address + start, self._scratch.view[start:end]
+
+
+class _Part:
+    """The blocks of one READ, column by column."""
+
+    def __init__(self, blocks: Sequence[ReadRequest]) -> None:
         self.blocks = blocks
         self.block_ids = frames.pack_words([block.block_id for block in blocks])
         self.generations = frames.pack_words([block.generation for block in blocks])
-        # Where they go.
-        self.spans = spans.of(array("q", [block.dest_block_id for block in blocks]))
 
 
 class TcpChannel:
@@ -57,8 +112,8 @@ class TcpChannel:
         self._spans = BlockSpans(context.memory)
         self._sum = summing(self._block_bytes)
         self._batch_blocks = welcome.batch_blocks
-        # The trailer that came, and the one that should have.
-        self._theirs, self._ours = (Scratch(frames.trailer_bytes(welcome.batch_blocks)) for _ in range(2))
+        # The trailer that should have come.
+        self._ours = Scratch(frames.trailer_bytes(welcome.batch_blocks))
         self.gigabytes_per_second = gigabytes_per_second
 
     @classmethod
@@ -99,7 +154,7 @@ class TcpChannel:
         self._receive(part, progress, deadline)
 
     def _ask(self, lease_id: str, blocks: Sequence[ReadRequest], deadline: float) -> _Part:
-        part = _Part(blocks, self._spans)
+        part = _Part(blocks)
         self._socket.send_bytes(frames.pack_read(lease_id, part.block_ids, part.generations), deadline)
         return part
 
@@ -111,14 +166,15 @@ class TcpChannel:
         if length != num_asked:
             raise FrameError(f"a {kind.name} frame of {length} bytes in place of DATA for {num_asked} blocks")
         good = sort_out(kind, head[frames.HEADER_BYTES :], part.blocks, progress)
+        if not good:
+            return
         if len(good) < num_asked:
-            part = _Part(good, self._spans)
+            part = _Part(good)
+        spans = self._spans.of(array("q", [block.dest_block_id for block in good]))
+        batches = _Batches(spans, frames.words_of(part.block_ids), size)
         corrupt: set[int] = set()
-        for start in range(0, len(good), size):
-            end = min(start + size, len(good))
-            spans = part.spans[start * SPAN_BYTES : end * SPAN_BYTES]
-            packed_ids = part.block_ids[start * frames.WORD_BYTES : end * frames.WORD_BYTES]
-            wrong = self._receive_batch(spans, packed_ids, end - start, deadline)
+        for batch, start in enumerate(batches.edges[:-1]):
+            wrong = self._receive_batch(batches, batch, deadline)
             corrupt.update(good[start + place].index for place in wrong)
         generations = sock.recv(len(good) * frames.WORD_BYTES, deadline)
         if not corrupt and generations == part.generations:
@@ -132,20 +188,20 @@ class TcpChannel:
             else:
                 progress.verified.append(block.index)
 
-    def _receive_batch(self, spans: bytes, packed_ids: bytes, num_blocks: int, deadline: float) -> list[int]:
+    def _receive_batch(self, batches: _Batches, batch: int, deadline: float) -> list[int]:
         """Returns the places of blocks whose checksum is wrong."""
-        end = frames.trailer_bytes(num_blocks)
-        self._socket.recv_spans(spans + self._theirs.span(0, end), num_blocks * self._block_bytes + end, deadline)
-        self._sum(spans, num_blocks, self._ours.address)
-        sums = bytes(self._ours.view[: end - SUM_BYTES])
-        return frames.wrong_blocks(sums + frames.seal(sums, packed_ids), bytes(self._theirs.view[:end]))
+        self._socket.recv_spans(*batches.runs(batch, self._block_bytes), deadline)
+        batches.sum(self._sum, batch, self._ours.address)
+        theirs = batches.trailer(batch)[1]
+        ours = self._ours.view[: len(theirs)]
+        return [] if ours == theirs else frames.wrong_blocks(bytes(ours), bytes(theirs))
 
 
 class BlockSender:
     """The holder's side of READ, for all connections of one holder.
 
     Args:
-        on_sent: gets (number of blocks, bytes) per batch.
+        on_sent: gets (number of blocks, bytes) per READ.
     """
 
     def __init__(
@@ -165,16 +221,13 @@ class BlockSender:
         Raises:
             TransferFailedError: it went in the middle of something, was too slow, or sent nonsense.
         """
-        scratch = Scratch(frames.HEADER_BYTES + frames.MAX_READ_BLOCKS + frames.trailer_bytes(self.batch_blocks))
         while (header := sock.next_header(BATCH_SECONDS, frames.MAX_READ_BYTES)) is not None:
             kind, length, deadline = header
             if kind is not Kind.READ:
                 raise FrameError(f"a {kind.name} frame in place of READ")
-            self._send(sock, scratch, *frames.unpack_read(sock.recv(length, deadline)))
+            self._send(sock, *frames.unpack_read(sock.recv(length, deadline)))
 
-    def _send(
-        self, sock: DeadlineSocket, scratch: Scratch, lease_id: str, block_ids: Words, generations: Words
-    ) -> None:
+    def _send(self, sock: DeadlineSocket, lease_id: str, block_ids: Words, generations: Words) -> None:
         lease = self._leases.begin_io(lease_id)
         if lease is None:
             stale = frames.pack_data(bytes([Status.STALE]) * len(block_ids))
@@ -188,7 +241,7 @@ class BlockSender:
                 front = frames.pack_data(bytes(Status.OK if ok else Status.STALE for ok in current))
                 block_ids = block_ids[current]
             if len(block_ids):
-                self._send_batches(sock, scratch, front, block_ids)
+                self._send_batches(sock, front, block_ids)
                 front = b""
             # Read again now that all payload has left.
             end = front + frames.pack_words(generations_of(self._pool.generations, block_ids))
@@ -196,22 +249,14 @@ class BlockSender:
         finally:
             self._leases.end_io(lease)
 
-    def _send_batches(self, sock: DeadlineSocket, scratch: Scratch, front: bytes, block_ids: Words) -> None:
-        all_spans, all_ids = self._spans.of(block_ids), frames.pack_words(block_ids)
-        at = len(front)
-        scratch.view[:at] = front
-        for start in range(0, len(block_ids), self.batch_blocks):
-            end = min(start + self.batch_blocks, len(block_ids))
-            spans = all_spans[start * SPAN_BYTES : end * SPAN_BYTES]
-            # Before sending: it brings the bytes into the processor's cache for the kernel's copy.
-            self._sum(spans, end - start, scratch.address + at)
-            seal = at + (end - start) * SUM_BYTES
-            sums = bytes(scratch.view[at:seal])
-            scratch.view[seal : seal + SUM_BYTES] = frames.seal(
-                sums, all_ids[start * frames.WORD_BYTES : end * frames.WORD_BYTES]
-            )
-            runs = scratch.span(0, at) + spans + scratch.span(at, seal + SUM_BYTES)
-            num_bytes = (end - start) * self._block_bytes
-            sock.send_spans(runs, seal + SUM_BYTES + num_bytes, time.monotonic() + BATCH_SECONDS)
-            self._on_sent(end - start, num_bytes)
-            at = 0
+    def _send_batches(self, sock: DeadlineSocket, front: bytes, block_ids: Words) -> None:
+        batches = _Batches(self._spans.of(block_ids), block_ids, self.batch_blocks, front)
+        num_sent = 0
+        try:
+            for batch in range(len(batches)):
+                # Before sending: it brings the bytes into the processor's cache for the kernel's copy.
+                batches.sum(self._sum, batch, batches.trailer(batch)[0])
+                sock.send_spans(*batches.runs(batch, self._block_bytes), time.monotonic() + BATCH_SECONDS)
+                num_sent = batches.edges[batch + 1]
+        finally:
+            self._on_sent(num_sent, num_sent * self._block_bytes)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from biphase.errors import TransferFailedError, UnauthorizedError
 from biphase.rpc.tls import Tls
 from biphase.transfer.sockets import DeadlineSocket, connect_tcp
-from biphase.transfer.spans import views_of
+from biphase.transfer.spans import Spans
 
 # So much ciphertext is taken from, or given to, the kernel in one call.
 _CHUNK_BYTES = 256 * 1024
@@ -91,11 +91,11 @@ class TlsSocket(DeadlineSocket):
                     self._flush(deadline)
         self._flush(deadline)
 
-    def recv_spans(self, spans: bytes, num_bytes: int, deadline: float) -> None:
-        self.recv_into(views_of(spans), num_bytes, deadline)
+    def recv_spans(self, spans: Spans, num_bytes: int, deadline: float) -> None:
+        self.recv_into(spans.views(), num_bytes, deadline)
 
-    def send_spans(self, spans: bytes, num_bytes: int, deadline: float) -> None:
-        self.send(views_of(spans), num_bytes, deadline)
+    def send_spans(self, spans: Spans, num_bytes: int, deadline: float) -> None:
+        self.send(spans.views(), num_bytes, deadline)
 
     def wait_readable(self) -> None:
         if not self._tls.pending() and not self._incoming.pending:

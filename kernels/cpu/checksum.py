@@ -1,20 +1,24 @@
-"""XXH3-64 of many runs of bytes in one call, without the GIL. Owns the C function's types and which processor runs it;
-the algorithm is in src/checksum.cpp, what it is used for is its caller's business.
+"""XXH3-64 of many runs of bytes, and of these sums, in one call, without the GIL. Owns the C function's types and which
+processor runs it; the algorithm is in src/checksum.cpp, what it is used for is its caller's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_char_p, c_int32, c_int64, c_void_p
-from functools import cache, partial
+from ctypes import c_int32, c_int64, c_void_p
+from functools import cache
 
 from kernels.cpu.library import Isa, LibraryUnavailableError, best_isa, load
 
 # Shorter runs are hashed in another way, which is not here.
 MIN_BYTES = 241
+# What follows the sums is XXH3-64 of them and the ids, padded to so many bytes.
+MIN_SEALED_BYTES = 256
+# At most so many runs in a call.
+MAX_RUNS = 256
 
-# Spans as of struct iovec, packed; how many; the address that gets a uint64 for each.
-Checksums = Callable[[bytes, int, int], None]
+# Addresses: of runs (struct iovec), how many, of their ids (uint64), of what gets a uint64 for each and one for all.
+Checksums = Callable[[int, int, int, int], None]
 
 
 @cache
@@ -29,13 +33,15 @@ def checksums(isa: Isa | None = None) -> Checksums:
     """
     library = load()
     try:
-        function = library.bp_checksums
+        function = library.bp_sum_blocks
     except AttributeError as error:
         raise LibraryUnavailableError("the compiled CPU kernels know no checksums: rebuild them") from error
     function.restype = None
-    function.argtypes = (c_char_p, c_int64, c_int32, c_void_p)
-    return partial(_call, function, best_isa() if isa is None else isa)
+    function.argtypes = (c_void_p, c_int64, c_void_p, c_int32, c_void_p)
+    chosen = int(best_isa() if isa is None else isa)
 
+    def call(spans: int, num_spans: int, ids: int, sums: int) -> None:
+        assert num_spans <= MAX_RUNS
+        function(spans, num_spans, ids, chosen, sums)
 
-def _call(function: Callable[[bytes, int, int, int], None], isa: Isa, spans: bytes, num_spans: int, sums: int) -> None:
-    function(spans, num_spans, isa, sums)
+    return call

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import xxhash
 
 from biphase.transfer import frames
+from biphase.transfer.spans import seal
 
 BLOCKS = [memoryview(bytes([number]) * 600) for number in range(4)]
 
 
 def trailer(payloads: Sequence[memoryview], block_ids: Sequence[int]) -> bytes:
     sums = frames.pack_words([xxhash.xxh3_64_intdigest(payload) for payload in payloads])
-    return sums + frames.seal(sums, frames.pack_words(block_ids))
+    return sums + seal(sums, frames.pack_words(block_ids))
 
 
 def test_a_trailer_names_the_block_that_changed() -> None:

@@ -101,6 +101,9 @@ struct bp_step {
     float* logits;  // f32 [num_logits, n of the logits op]
 };
 
+#define BP_MAX_SUMS 256
+#define BP_MIN_SEALED 256
+
 // A run of bytes; lies as struct iovec does.
 struct bp_span {
     const void* start;
@@ -141,8 +144,9 @@ void bp_program_run(void* program, const bp_step* step);
 void bp_program_profile(void* program, int32_t enable);
 void bp_program_times(void* program, double* seconds, int32_t reset);
 void bp_program_destroy(void* program);
-// XXH3-64 of each run, of more than 240 bytes. Any isa that this machine runs gives the same sums.
-void bp_checksums(const bp_span* spans, int64_t num_spans, int32_t isa, uint64_t* sums);
+// XXH3-64 of each run, of more than 240 bytes, and one more of all these sums and the runs' ids, padded with zeros to
+// BP_MIN_SEALED bytes. At most BP_MAX_SUMS runs. Any isa that this machine runs gives the same sums.
+void bp_sum_blocks(const bp_span* spans, int64_t num_spans, const uint64_t* ids, int32_t isa, uint64_t* sums);
 
 #pragma GCC visibility pop
 }

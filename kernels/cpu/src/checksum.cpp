@@ -179,7 +179,7 @@ BP_TARGET("avx512f") uint64_t sum_avx512(const uint8_t* run, int64_t length, Pre
 
 }  // namespace
 
-extern "C" void bp_checksums(const bp_span* spans, int64_t num_spans, int32_t isa, uint64_t* sums) {
+extern "C" void bp_sum_blocks(const bp_span* spans, int64_t num_spans, const uint64_t* ids, int32_t isa, uint64_t* sums) {
     auto* sum = sum_plain;
 #if defined(__x86_64__)
     if (isa >= BP_AVX512) {
@@ -192,4 +192,12 @@ extern "C" void bp_checksums(const bp_span* spans, int64_t num_spans, int32_t is
     for (int64_t i = 0; i < num_spans; ++i) {
         sums[i] = sum(static_cast<const uint8_t*>(spans[i].start), spans[i].length, prefetch);
     }
+    // Of the sums, the ids, and zeros up to the least that is hashed like this.
+    uint64_t sealed[BP_MAX_SUMS * 2] = {};
+    const int64_t bytes = num_spans * 8;
+    std::memcpy(sealed, sums, bytes);
+    std::memcpy(sealed + num_spans, ids, bytes);
+    const bp_span all = {sealed, 2 * bytes < BP_MIN_SEALED ? BP_MIN_SEALED : 2 * bytes};
+    Prefetch nothing(&all, 0);
+    sums[num_spans] = sum(static_cast<const uint8_t*>(all.start), all.length, nothing);
 }
