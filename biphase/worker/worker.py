@@ -43,7 +43,8 @@ from biphase.worker.settings import WorkerSettings
 
 log = event_logger(__name__)
 
-_SWEEP_SECONDS = 1.0
+# How late the end of a lease may be noticed.
+_SWEEP_SECONDS = 0.25
 # A node that is missing from the registry for so many looks in a row is gone; its leases end.
 _MISSED_LOOKS = 4
 
@@ -240,13 +241,19 @@ class Worker:
 
     def _on_nodes(self, nodes: list[NodeRecord]) -> None:
         """Ends the leases of readers that are gone, sooner than by expiry."""
-        alive = {(record.node_id, record.incarnation) for record in nodes}
-        for reader in self.leases.readers():
-            key = (NodeId(reader[0]), reader[1])
-            self._missed[key] = 0 if key in alive else self._missed.get(key, 0) + 1
-            if self._missed[key] >= _MISSED_LOOKS:
-                del self._missed[key]
-                self.leases.end_reader(*reader)
+        lives = {record.node_id: record.incarnation for record in nodes}
+        missed: dict[tuple[NodeId, str], int] = {}
+        for node_id, incarnation in self.leases.readers():
+            life = lives.get(NodeId(node_id))
+            if life == incarnation:
+                continue
+            looks = self._missed.get((NodeId(node_id), incarnation), 0) + 1
+            # Incarnations begin with the time. One that is younger is proof: this life is over.
+            if looks >= _MISSED_LOOKS or (life is not None and life > incarnation):
+                self.leases.end_reader(node_id, incarnation)
+            else:
+                missed[NodeId(node_id), incarnation] = looks
+        self._missed = missed
 
     async def _sweep_forever(self) -> None:
         while True:

@@ -7,11 +7,13 @@ import random
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
+from biphase.index.registry import NodeLoad, new_incarnation
 from biphase.request import Request
 from biphase.rpc.v1 import decode_pb2, prefill_pb2
 from biphase.transfer.channels import ReadResult
@@ -233,6 +235,23 @@ async def test_a_reader_that_vanishes_loses_its_lease(pair: tuple[Worker, Worker
         prefill._on_nodes([])
     assert not prefill.leases.is_open(lease.lease_id)
     del decode, client
+
+
+async def test_a_reader_that_has_begun_another_life_loses_its_lease_at_once(
+    pair: tuple[Worker, Worker, Client],
+) -> None:
+    prefill, decode, _ = pair
+    first, other = new_incarnation(), new_incarnation()
+    old = prefill.leases.open(decode.node_id, first, [])
+    young = prefill.leases.open(decode.node_id, other, [])
+    prefill._on_nodes([replace(decode.identity.record("ready", NodeLoad()), incarnation=other)])
+    assert not prefill.leases.is_open(old.lease_id)
+    assert prefill.leases.is_open(young.lease_id)
+    # A record that is older than the reader says nothing yet, and one look that finds it makes up for all before.
+    for life in (first, first, first, other, first, first, first):
+        prefill._on_nodes([replace(decode.identity.record("ready", NodeLoad()), incarnation=life)])
+        assert prefill.leases.is_open(young.lease_id)
+    prefill.leases.release([young.lease_id])
 
 
 async def test_another_model_is_refused_by_name(
