@@ -104,10 +104,13 @@ class StagedRunner:
         return _Staged(pending, final, self._mirror.begin_save(final) if final else None)
 
     def finish(self, pending: _Staged) -> RunnerOutput:
-        result = self._runner.finish(pending.pending)
-        if pending.saved is not None:
-            pending.saved.synchronize()
-        elif pending.final:
+        try:
+            result = self._runner.finish(pending.pending)
+        finally:
+            # Whatever came of the step: its blocks are free after this.
+            if pending.saved is not None:
+                pending.saved.synchronize()
+        if pending.saved is None and pending.final:
             self._mirror.save(pending.final)
         return result
 
