@@ -1,7 +1,7 @@
 """Random draws that are a pure function of (seed, position): the same request repeats itself wherever it runs.
 
-Owns the counter-based generator and the inverse CDF. Holds no state: preempted, moved and re-batched requests draw
-what they would have drawn.
+Owns the counter-based generator. Holds no state: preempted, moved and re-batched requests draw what they would have
+drawn.
 """
 
 from __future__ import annotations
@@ -36,18 +36,3 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     with np.errstate(over="ignore"):
         bits = _mix(_mix(seed + _GOLDEN) + (position + np.uint64(1)) * _GOLDEN)
     return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-
-
-def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """For each row the first index whose cumulative weight exceeds uniform * total: int64 [num_rows].
-
-    Args:
-        weights: non-negative [num_rows, num_choices], not necessarily summing to 1; at least one is positive.
-        uniform: float64 [num_rows], in [0, 1).
-    """
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    target = uniform.to(weights.device).unsqueeze(1) * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    # Rounding may carry the target up to the total; the likeliest choice is then as good as the last.
-    past = index >= weights.shape[1]
-    return torch.where(past, weights.argmax(-1), index)

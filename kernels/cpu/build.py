@@ -33,7 +33,9 @@ _X86_SOURCES = {
 # Left out where the compiler is too old to know them.
 _AMX_SOURCE = "isa_amx.cpp"
 _AMX_FLAGS = (*_X86_SOURCES["isa_avx512_bf16.cpp"], "-mamx-tile", "-mamx-bf16", "-mamx-int8")
-_COMMON_SOURCES = ("isa_generic.cpp", "pool.cpp", "program.cpp", "pack.cpp", "pack_dot8.cpp", "checksum.cpp")
+_COMMON_SOURCES = (
+    "isa_generic.cpp", "pool.cpp", "program.cpp", "pack.cpp", "pack_dot8.cpp", "draw.cpp", "checksum.cpp",
+)  # fmt: skip
 
 
 class BuildError(Exception):

@@ -110,6 +110,19 @@ struct bp_span {
     int64_t length;
 };
 
+// How to draw a token from a row of logits.
+struct bp_draw {
+    // Above 0.
+    double temperature;
+    // 1: off.
+    double top_p;
+    // In [0, 1).
+    double uniform;
+    float min_p;
+    // 0: off.
+    int32_t top_k;
+};
+
 #pragma GCC visibility push(default)
 
 int32_t bp_abi_version();
@@ -147,6 +160,11 @@ void bp_program_destroy(void* program);
 // XXH3-64 of each run, of more than 240 bytes, and one more of all these sums and the runs' ids, padded with zeros to
 // BP_MIN_SEALED bytes. At most BP_MAX_SUMS runs. Any isa that this machine runs gives the same sums.
 void bp_sum_blocks(const bp_span* spans, int64_t num_spans, const uint64_t* ids, int32_t isa, uint64_t* sums);
+// Draws a token from each row of logits: min_p, top_k and top_p cut what temperature makes of them, and the first token
+// is taken whose running sum exceeds uniform times the total. Any isa that this machine runs draws the same. NaN is banned
+// as -inf is; of a row without anything else token 0.
+void bp_draw_tokens(const float* logits, int64_t num_rows, int64_t vocab_size, int64_t stride, const bp_draw* draws,
+                    int32_t isa, int64_t* tokens);
 
 #pragma GCC visibility pop
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "abi.h"
+#include "draw_scratch.h"
 #include "pool.h"
 
 namespace biphase {
@@ -35,6 +36,8 @@ struct Kernels {
     // Query rows in an attention unit, and bytes of scratch that a thread needs.
     int32_t attention_rows;
     size_t (*attention_scratch_bytes)(const bp_model& model);
+    // The token drawn from one row of `n` logits; no op of a tape.
+    int64_t (*draw)(const float* logits, int64_t n, const bp_draw& draw, DrawScratch& scratch);
 };
 
 const Kernels* generic_kernels(int32_t dtype);

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "dot8.h"
+#include "draw.h"
 #include "gemm.h"
 #include "rows.h"
 
@@ -13,6 +14,7 @@ template <class T>
 constexpr biphase::Kernels kKernels = {
     embed<T>, norm<T>, norm_add, gemm<T>, rope_store<T>, attention<T>,
     quantise<T>, norm_dot8, gemm_dot8<T>, embed_dot8, kTiles * kLanes, attention_scratch_bytes<T>,
+    draw_row,
 };
 
 inline const biphase::Kernels* kernels_of(int32_t dtype) {
