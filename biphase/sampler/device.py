@@ -1,4 +1,4 @@
-"""Where tokens are chosen: by Triton kernels where logits lie on a GPU, by torch and numpy elsewhere.
+"""Where tokens are chosen: by Triton kernels where logits lie on a GPU, by `biphase.ops.cpu_sampling` elsewhere.
 
 Owns that choice, and small copies to and from a device. Both ways give the same tokens, but where a draw falls within
 rounding of the border between two.
