@@ -31,7 +31,7 @@ def shared_cluster(chaos_model: Path) -> Iterator[ChaosCluster]:
 
 @pytest.fixture
 def cluster(shared_cluster: ChaosCluster) -> Iterator[ChaosCluster]:
-    """Ready and idle before a test and, within five seconds and the leases, after it."""
+    """Ready and idle before a test and, within five seconds, after it."""
     shared_cluster.heal()
     yield shared_cluster
     shared_cluster.heal()
