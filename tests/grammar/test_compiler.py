@@ -182,7 +182,7 @@ def test_hostile_grammars_end_soon(grammar_compiler: GrammarCompiler, name: str)
     """Each is compiled or refused, in bounded time; none crashes, and none is let through to run slowly."""
     began = time.thread_time()
     message = refusal(grammar_compiler, HOSTILE[name])
-    assert time.thread_time() - began < 4.0
+    assert time.thread_time() - began < 10.0
     assert not message or message.startswith("Invalid ")
 
 

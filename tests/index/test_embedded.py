@@ -7,7 +7,9 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -70,17 +72,24 @@ def test_says_why_it_did_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not server.running
 
 
-def test_dies_with_a_killed_starter(tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder in which sockets can be: their paths have 107 characters at most, and `tmp_path` is long already."""
+    with tempfile.TemporaryDirectory(prefix="biphase-") as folder:
+        yield Path(folder)
+
+
+def test_dies_with_a_killed_starter(short_path: Path) -> None:
     program = (
         "import time; from biphase.index.embedded import EmbeddedValkey\n"
         "server = EmbeddedValkey(); server.start(); print(server.pid, server.socket_path, flush=True); time.sleep(60)"
     )
     starter = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(short_path)}
     )
     assert starter.stdout is not None
     pid, path = starter.stdout.readline().split()
-    assert Path(path).exists() and path.startswith(str(tmp_path))
+    assert Path(path).exists() and path.startswith(str(short_path))
     starter.kill()
     starter.wait()
     starter.stdout.close()
@@ -90,13 +99,13 @@ def test_dies_with_a_killed_starter(tmp_path: Path) -> None:
     assert not Path(path).exists()
     assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
     # The empty folder is left to the next start.
-    assert sweep_stale_folders(tmp_path) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert sweep_stale_folders(short_path) == 1
+    assert list(short_path.iterdir()) == []
 
 
-def test_a_server_that_still_listens_is_not_swept(index_server: EmbeddedValkey, tmp_path: Path) -> None:
-    (tmp_path / "biphase-valkey-99999999-other").mkdir()
-    (tmp_path / "biphase-valkey-99999999-ours").mkdir()
-    os.link(index_server.socket_path, tmp_path / "biphase-valkey-99999999-ours" / "valkey.sock")
-    assert sweep_stale_folders(tmp_path) == 1
-    assert [folder.name for folder in tmp_path.iterdir()] == ["biphase-valkey-99999999-ours"]
+def test_a_server_that_still_listens_is_not_swept(index_server: EmbeddedValkey, short_path: Path) -> None:
+    (short_path / "biphase-valkey-99999999-other").mkdir()
+    (short_path / "biphase-valkey-99999999-ours").mkdir()
+    os.link(index_server.socket_path, short_path / "biphase-valkey-99999999-ours" / "valkey.sock")
+    assert sweep_stale_folders(short_path) == 1
+    assert [folder.name for folder in short_path.iterdir()] == ["biphase-valkey-99999999-ours"]

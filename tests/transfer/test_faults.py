@@ -197,16 +197,27 @@ def test_a_generation_that_moves_while_its_block_is_sent_is_stale(
     assert isinstance(result.error, StaleHandleError) and result.stale == (3,) and len(result.verified) == 15
 
 
-def test_a_lease_that_ends_in_mid_read_stops_it_there_and_what_was_sent_is_right() -> None:
+def test_a_lease_that_ends_in_mid_read_stops_it_there_and_what_was_sent_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broken = Broken(num_blocks=512, block_bytes=65536)
     pairs = [(block, block) for block in range(512)]
-    broken.proxy.arm(Fault(FaultKind.DELAY, after_bytes=2_000_000, seconds=1.0))
+    sender = broken.holder.server._sender
+    summing, is_sending, may_go_on = sender._sum, threading.Event(), threading.Event()
+
+    def waits(*addresses: int) -> None:
+        is_sending.set()
+        assert may_go_on.wait(SECONDS)
+        summing(*addresses)
+
+    monkeypatch.setattr(sender, "_sum", waits)
     future = broken.destination.reader.read(
         broken.endpoint, broken.holder.lease_id, broken.destination.requests(pairs), SECONDS
     )
-    time.sleep(0.4)
+    assert is_sending.wait(SECONDS)
     broken.holder.leases.release([broken.holder.lease_id])
     assert broken.holder.references() == 512, "a batch is on its way: nothing can be reused yet"
+    may_go_on.set()
     result = future.result(SECONDS)
     assert isinstance(result.error, StaleHandleError)
     assert 0 < len(result.verified) < 512 and len(result.verified) + len(result.stale) == 512
