@@ -103,7 +103,8 @@ class Steps:
             self._complete(before)
         elif self._begun is None:
             return False
-        if self._overlapping is None:
+        if self._overlapping is None or (self._begun is not None and self._begun.error is not None):
+            # One that could not begin leaves nothing that another could be begun after.
             self.settle()
         return True
 
