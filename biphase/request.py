@@ -84,6 +84,10 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     def ends_at(self, token_id: int, num_output_tokens: int) -> bool:
         """Whether this token, the num_output_tokens-th of the output, ends the sequence.
 

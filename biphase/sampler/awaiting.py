@@ -15,10 +15,7 @@ def num_awaited_outputs(params: SamplingParams) -> int:
     Grammars, penalties and bad words of several tokens look at the whole output; min_tokens counts it; the logprobs of
     a prompt are told before any output.
     """
-    has_penalties = (
-        params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    )
-    if params.structured_output is not None or has_penalties or any(len(word) > 1 for word in params.bad_words):
+    if params.structured_output is not None or params.has_penalties or any(len(word) > 1 for word in params.bad_words):
         return ALL
     return max(params.min_tokens, 0 if params.prompt_logprobs is None else 1)
 

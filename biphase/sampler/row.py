@@ -28,9 +28,7 @@ class SamplingRow:
         # Where the output stands in its grammar; None when its form is free.
         self.matcher = matcher
         self.num_outputs = 0
-        self.has_penalties = (
-            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        )
+        self.has_penalties = params.has_penalties
         self._banned_words = [word for word in params.bad_words if len(word) > 1]
         self._longest_word = max((len(word) for word in self._banned_words), default=0)
         self._tail: list[int] = []
