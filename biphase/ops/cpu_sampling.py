@@ -17,8 +17,8 @@ from torch import Tensor
 from biphase.request import SamplingParams
 from biphase.telemetry.events import event_logger
 from kernels import reference_draw
-from kernels.cpu.draw import DRAW, draw_tokens, load_draw
-from kernels.cpu.library import LibraryUnavailableError
+from kernels.cpu.draw import DRAW, draw_tokens
+from kernels.cpu.library import LibraryUnavailableError, load
 
 log = event_logger(__name__)
 
@@ -56,7 +56,7 @@ def _draws(params: Sequence[SamplingParams], uniform: Tensor, vocab_size: int) -
 @cache
 def _is_compiled() -> bool:
     try:
-        load_draw()
+        load()
     except LibraryUnavailableError as error:
         log.warning("draw_kernel_unavailable", reason=str(error), consequence="tokens are drawn by numpy, slowly")
         return False

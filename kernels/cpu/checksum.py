@@ -1,14 +1,13 @@
-"""XXH3-64 of many runs of bytes, and of these sums, in one call, without the GIL. Owns the C function's types and which
-processor runs it; the algorithm is in src/checksum.cpp, what it is used for is its caller's business.
+"""XXH3-64 of many runs of bytes, and of these sums, in one call, without the GIL. Owns which processor it is
+for; the algorithm is in src/checksum.cpp, what it is used for is its caller's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_int32, c_int64, c_void_p
 from functools import cache
 
-from kernels.cpu.library import Isa, LibraryUnavailableError, best_isa, load
+from kernels.cpu.library import Isa, best_isa, load
 
 # Shorter runs are hashed in another way, which is not here.
 MIN_BYTES = 241
@@ -29,15 +28,9 @@ def checksums(isa: Isa | None = None) -> Checksums:
         isa: None: the best that this machine has.
 
     Raises:
-        LibraryUnavailableError: there is no compiled library, or an older one.
+        LibraryUnavailableError: there is no compiled library.
     """
-    library = load()
-    try:
-        function = library.bp_sum_blocks
-    except AttributeError as error:
-        raise LibraryUnavailableError("the compiled CPU kernels know no checksums: rebuild them") from error
-    function.restype = None
-    function.argtypes = (c_void_p, c_int64, c_void_p, c_int32, c_void_p)
+    function = load().bp_sum_blocks
     chosen = int(best_isa() if isa is None else isa)
 
     def call(spans: int, num_spans: int, ids: int, sums: int) -> None:

@@ -1,17 +1,15 @@
-"""Draws tokens from rows of logits in one call, without the GIL. Owns the C function's types; the algorithm is in
+"""Draws tokens from rows of logits in one call, without the GIL. Owns the form of its arguments; the algorithm is in
 src/draw.h, its definition in `kernels.reference_draw`.
 """
 
 from __future__ import annotations
 
-from ctypes import c_int32, c_int64, c_void_p
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cpu.library import Isa, LibraryUnavailableError, best_isa, load
+from kernels.cpu.library import Isa, best_isa, load
 
 # bp_draw, one for each row.
 DRAW = np.dtype(
@@ -30,31 +28,15 @@ def draw_tokens(
         isa: None: the best that this machine has. All draw the same.
 
     Raises:
-        LibraryUnavailableError: there is no compiled library, or an older one.
+        LibraryUnavailableError: there is no compiled library.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype == np.float32 and draws.dtype == DRAW and draws.shape == (num_rows,)
     assert vocab_size == 1 or (vocab_size > 1 and logits.strides[1] == 4)
     assert draws.flags.c_contiguous
     tokens = np.empty(num_rows, dtype=np.int64)
-    load_draw()(
+    load().bp_draw_tokens(
         logits.ctypes.data, num_rows, vocab_size, logits.strides[0] // 4, draws.ctypes.data,
         best_isa() if isa is None else isa, tokens.ctypes.data,
     )  # fmt: skip
     return tokens
-
-
-@cache
-def load_draw() -> Any:
-    """The C function.
-
-    Raises:
-        LibraryUnavailableError: there is no compiled library, or an older one.
-    """
-    try:
-        function = load().bp_draw_tokens
-    except AttributeError as error:
-        raise LibraryUnavailableError("the compiled CPU kernels draw no tokens: rebuild them") from error
-    function.restype = None
-    function.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32, c_void_p)
-    return function

@@ -13,7 +13,7 @@ from typing import Any
 
 from kernels.cpu.build import LIBRARY
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 # Columns of a weight panel (BP_PANEL).
 PANEL = 32
 
@@ -205,6 +205,10 @@ def load(path: Path = LIBRARY) -> Any:
     lib.bp_program_times.argtypes = (c_void_p, ctypes.POINTER(c_double), c_int32)
     lib.bp_program_destroy.restype = None
     lib.bp_program_destroy.argtypes = (c_void_p,)
+    lib.bp_sum_blocks.restype = None
+    lib.bp_sum_blocks.argtypes = (c_void_p, c_int64, c_void_p, c_int32, c_void_p)
+    lib.bp_draw_tokens.restype = None
+    lib.bp_draw_tokens.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32, c_void_p)
     return lib
 
 

@@ -10,13 +10,12 @@ import numpy.typing as npt
 import pytest
 
 from kernels import reference_draw
-from kernels.cpu.draw import DRAW, draw_tokens, load_draw
+from kernels.cpu.draw import DRAW, draw_tokens
 from kernels.cpu.library import Isa, LibraryUnavailableError, available_isas
 
 Floats = npt.NDArray[np.float32]
 
 try:
-    load_draw()
     ISAS: list[Isa | None] = [None, *available_isas()]
 except LibraryUnavailableError:
     ISAS = [None]  # the numpy definition alone

@@ -19,7 +19,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise LibraryUnavailableError("not compiled")
 
     cpu_sampling._is_compiled.cache_clear()
-    monkeypatch.setattr(cpu_sampling, "load_draw", missing)
+    monkeypatch.setattr(cpu_sampling, "load", missing)
     yield
     cpu_sampling._is_compiled.cache_clear()
 

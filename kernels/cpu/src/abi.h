@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define BP_ABI_VERSION 4
+#define BP_ABI_VERSION 5
 // Columns of one weight panel: weights lie as [ceil(n / 32)][k in units][32 columns] units, zero-padded in n.
 #define BP_PANEL 32
 
