@@ -25,7 +25,7 @@ from biphase.request import FinishReason, Request, RequestId
 from biphase.scheduler.config import SchedulerConfig
 from biphase.scheduler.events import BlocksComputed, EngineEvent, Finished, Reserved, Tokens
 from biphase.scheduler.output import SampledToken
-from biphase.scheduler.scheduler import Scheduler
+from biphase.scheduler.scheduler import Scheduler, awaits_nothing
 from biphase.scheduler.stats import EngineStats, StepMeter, collect
 from biphase.scheduler.stopping import check_request
 from biphase.steps import Runner, Steps, overlapping_runner
@@ -81,11 +81,8 @@ class Engine:
         self.config = config
         self.manager = manager
         self._after_step = after_step
-        if config.overlap:
-            awaited = overlapping_runner(runner).num_awaited_outputs
-            self._scheduler = Scheduler(manager, config, self._emit, clock, blocks_arrived, awaited)
-        else:
-            self._scheduler = Scheduler(manager, config, self._emit, clock, blocks_arrived)
+        awaited = overlapping_runner(runner).num_awaited_outputs if config.overlap else awaits_nothing
+        self._scheduler = Scheduler(manager, config, self._emit, clock, blocks_arrived, awaited)
         self._meter = StepMeter()
         self._steps = Steps(
             runner, self._scheduler, self._meter, read_inbox=self._read_inbox, stepped=stepped, clock=clock

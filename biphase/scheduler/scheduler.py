@@ -38,6 +38,10 @@ _FINISHED = {
 }
 
 
+def awaits_nothing(sampling: SamplingParams) -> int:
+    return 0
+
+
 class Scheduler:
     """Decides every step anew, decodes first.
 
@@ -55,7 +59,7 @@ class Scheduler:
         emit: Callable[[Request, EngineEvent], None],
         clock: Callable[[], float] = time.monotonic,
         blocks_arrived: Callable[[Sequence[int]], None] = lambda block_ids: None,
-        num_awaited_outputs: Callable[[SamplingParams], int] = lambda sampling: 0,
+        num_awaited_outputs: Callable[[SamplingParams], int] = awaits_nothing,
     ) -> None:
         self.config = config
         self._manager = manager
