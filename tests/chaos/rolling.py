@@ -20,12 +20,14 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.cluster import ChaosCluster, ClusterPlan, running_cluster, save_model
 from tests.chaos.load import Answer, Asker, Question, Verdict, draw_questions, judge, undisturbed
+
+Step = tuple[str, Callable[[], None]]
 
 _DEADLINE_SECONDS = 60.0
 _DRAIN_SECONDS = "20"
@@ -163,6 +165,29 @@ def bring_back(cluster: ChaosCluster, names: Sequence[str]) -> None:
     wait_known(cluster)
 
 
+def take(steps: Iterable[Step], load: Load, num_requests: int) -> None:
+    """Step after step, a line for each. So many requests end after one before the next: what it does to them shows
+    while some of them run."""
+    for what, step in steps:
+        before, began = sum(load.outcome.verdicts.values()), time.monotonic()
+        step()
+        while sum(load.outcome.verdicts.values()) < before + num_requests:
+            time.sleep(0.05)
+        print(f"{what}: {time.monotonic() - began:.1f} s, {load.outcome.num_failed} failed", flush=True)
+
+
+def tell(outcome: Outcome) -> int:
+    """Prints the summary. Returns the exit code: 1 when a request failed."""
+    summary = {
+        "requests": sum(outcome.verdicts.values()),
+        "failed": outcome.num_failed,
+        "tried_another_gateway": outcome.num_tried_elsewhere,
+        "first_failures": [str(answer)[:500] for answer in outcome.failures[:5]],
+    }
+    print(json.dumps(summary))
+    return 1 if outcome.num_failed else 0
+
+
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder))
@@ -170,34 +195,18 @@ def main() -> int:
             extra = [f"{role}-{number}" for role in ("prefill", "decode") for number in (1, 2)]
             load = Load(cluster.base_urls, num_clients=6, seed=1)
             load.start()
-            steps: list[tuple[str, Callable[[], None]]] = [
+            steps: list[Step] = [
                 ("scale to 1 prefill, 1 decode", lambda: take_away(cluster, extra)),
                 ("scale to 3 prefill, 3 decode", lambda: bring_back(cluster, extra)),
                 *((f"restart {name}", lambda name=name: restart(cluster, name)) for name in cluster.processes),  # type: ignore[misc]
                 ("restart valkey, empty", cluster.valkey.restart),
                 ("scale to 1 prefill, 1 decode again", lambda: take_away(cluster, extra)),
             ]
-            for what, step in steps:
-                before, began = sum(load.outcome.verdicts.values()), time.monotonic()
-                step()
-                # Whatever it does to requests shows while some of them run.
-                while sum(load.outcome.verdicts.values()) < before + 12:
-                    time.sleep(0.05)
-                print(f"{what}: {time.monotonic() - began:.1f} s, {load.outcome.num_failed} failed", flush=True)
+            take(steps, load, 12)
             outcome = load.stop()
             bring_back(cluster, extra)
             cluster.wait_idle(30.0)
-    print(
-        json.dumps(
-            {
-                "requests": sum(outcome.verdicts.values()),
-                "failed": outcome.num_failed,
-                "tried_another_gateway": outcome.num_tried_elsewhere,
-                "first_failures": [str(answer)[:300] for answer in outcome.failures[:3]],
-            }
-        )
-    )
-    return 1 if outcome.num_failed else 0
+    return tell(outcome)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from tests.chaos.rolling import Load
+from tests.chaos.rolling import Load, Step, take, tell
 
 POOLS = ("prefill", "decode")
 _STOP_SECONDS = 45
@@ -107,9 +107,6 @@ def all_at_once(stack: ComposeStack) -> None:
     stack.wait_ready()
 
 
-Step = tuple[str, Callable[[], None]]
-
-
 def steps_of(stack: ComposeStack, which: str) -> list[Step]:
     if which == "scale":
         sizes = [(1, 1), (3, 1), (1, 1), (1, 3), (1, 1)]
@@ -136,25 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     load.start()
     try:
         for which in given.steps:
-            for what, step in steps_of(stack, which):
-                before, began = sum(load.outcome.verdicts.values()), time.monotonic()
-                step()
-                while sum(load.outcome.verdicts.values()) < before + _REQUESTS_A_STEP:
-                    time.sleep(0.1)
-                print(f"{what}: {time.monotonic() - began:.1f} s, {load.outcome.num_failed} failed", flush=True)
+            take(steps_of(stack, which), load, _REQUESTS_A_STEP)
     finally:
         outcome = load.stop()
-        print(
-            json.dumps(
-                {
-                    "requests": sum(outcome.verdicts.values()),
-                    "failed": outcome.num_failed,
-                    "tried_another_gateway": outcome.num_tried_elsewhere,
-                    "first_failures": [str(answer)[:500] for answer in outcome.failures[:5]],
-                }
-            )
-        )
-    return 1 if outcome.num_failed else 0
+        code = tell(outcome)
+    return code
 
 
 if __name__ == "__main__":
